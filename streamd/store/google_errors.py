@@ -1,0 +1,109 @@
+"""What an answer of Google's, or none, means: one table for both clients.
+
+Google's client raises exceptions with a status in them, those of `requests` below it, and, for uploads, its own.
+obstore says everything in one exception's message. What has no status is TRANSIENT: a connection refused or cut, a
+time-out, a name that isn't found, an answer that makes no sense.
+
+A `StoreError` from here has the status and the server's own explanation in its message, never an address (that of an
+upload is a capability) and never a header.
+"""
+
+import http
+import json
+import re
+
+from streamd.errors import StoreError, StoreErrorKind
+
+_KINDS = {
+    401: StoreErrorKind.CREDENTIALS,
+    404: StoreErrorKind.GONE,
+    408: StoreErrorKind.TRANSIENT,
+    410: StoreErrorKind.TRANSIENT,  # only of upload sessions, and another try begins a new one
+    412: StoreErrorKind.CHANGED,
+    429: StoreErrorKind.THROTTLED,
+}
+# What Google's JSON and XML interfaces call it when they say "slower" in other words than 429.
+_SLOWER = re.compile(r"SlowDown|[rR]ateLimitExceeded")
+
+
+def kind_of_status(status: int, body: str = "") -> StoreErrorKind:
+    """Class an HTTP status that isn't success; `body` is what came with it, or a part of that."""
+    if status in (403, 503) and _SLOWER.search(body):
+        return StoreErrorKind.THROTTLED
+    if status >= 500:
+        return StoreErrorKind.TRANSIENT
+    return _KINDS.get(status, StoreErrorKind.FORBIDDEN)
+
+
+# obstore puts the server's status into its messages only: "Server returned non-2xx status code: 503 Service
+# Unavailable: BODY". The address before it is percent-encoded, so nothing else can look like this first.
+_OBSTORE_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
+_XML_MESSAGE = re.compile(r"<(Details|Message)>([^<]{1,200})<")
+
+
+def translated(error: Exception, key: str) -> StoreError | None:
+    """Say what an exception of either client means; None if it is a bug of ours and must pass."""
+    text = str(error)
+    module = type(error).__module__.partition(".")[0]
+    if module == "obstore" or (isinstance(error, FileNotFoundError) and "Debug source:" in text):
+        return _from_obstore(error, text, key)
+    if module not in ("google", "requests", "urllib3") and not isinstance(error, OSError):
+        return None
+    status = getattr(error, "code", None)
+    response = getattr(error, "response", None)
+    if status is None and response is not None:
+        status = response.status_code
+    # An upload's exception may have a status that isn't a refusal (308: "go on"): then the answer made no sense.
+    if isinstance(status, int) and status >= 300 and status != 308:
+        body = getattr(response, "text", "")
+        return _status_error(int(status), key, _json_message(body), body)
+    return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({_innermost(error)})")
+
+
+def _from_obstore(error: Exception, text: str, key: str) -> StoreError | None:
+    from obstore import exceptions
+
+    status = _OBSTORE_STATUS.search(text)
+    if status:
+        explained = dict(_XML_MESSAGE.findall(text))
+        return _status_error(int(status[1]), key, explained.get("Details") or explained.get("Message") or "", text)
+    if "redirect without LOCATION" in text:
+        return _status_error(301, key, "", "")
+    match error:
+        case exceptions.InvalidPathError() | exceptions.UnknownConfigurationKeyError() | exceptions.NotSupportedError():
+            return None
+        case exceptions.UnauthenticatedError():
+            return StoreError(StoreErrorKind.CREDENTIALS, key, "no access token")
+        case FileNotFoundError():
+            return StoreError(StoreErrorKind.GONE, key, "not there")
+    # The last quoted or named cause in obstore's description of the failure, for example ConnectionRefused.
+    causes = re.findall(r"kind: (\w+)", text) + re.findall(r'error: "([^"]{1,100})', text)
+    return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({causes[-1] if causes else 'unknown'})")
+
+
+def _json_message(body: str) -> str:
+    try:
+        return str(json.loads(body)["error"]["message"])
+    except (ValueError, LookupError, TypeError):
+        return ""
+
+
+def _status_error(status: int, key: str, message: str, body: str) -> StoreError:
+    try:
+        phrase = http.HTTPStatus(status).phrase
+    except ValueError:
+        phrase = "unknown status"
+    return StoreError(
+        kind_of_status(status, body),
+        key,
+        f"{status} {phrase}" + (f": {' '.join(message.split())[:300]}" if message else ""),
+    )
+
+
+def _innermost(error: BaseException) -> str:
+    """Name the first cause of an exception: ConnectionRefusedError says more than ConnectionError."""
+    while True:
+        inner = error.__cause__ or error.__context__
+        if inner is None:
+            return type(error).__name__
+        error = inner
