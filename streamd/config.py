@@ -1,0 +1,279 @@
+"""Settings: one TOML file, read once, into frozen values.
+
+    log_level = "info"                     # debug, info, warning, error
+    run_directory = "/run/streamd"         # control sockets of the mounts
+    log_directory = "/var/log/streamd"     # logs of mounts in the background
+    memory_max_bytes = "256MiB"            # memory that one mount uses for image bytes
+
+    [cache]
+    enabled = true
+    directory = "/var/cache/streamd"
+    max_bytes = "50%"                      # a size, or a share of the disk; absent: the node cache's own rule
+
+    [fetch]
+    background_gets = 4                    # requests to the store at once for what nobody waits for
+    get_bytes = "4MiB"                     # most bytes of one such request
+    fault_gets = 16                        # requests at once for stopped threads, on top
+
+    [policy]
+    event_after_s = "10s"                  # a read that waited this long is reported
+    credentials_wait_s = "5m"
+    hold_s = "60s"                         # how long reads of a lost object are held before they fail
+    umount_wait_s = "10s"                  # what the first SIGTERM waits for open files
+
+A size is a number of bytes or text with a unit (`10GiB`, `100MB`), a duration is seconds or text with a unit
+(`500ms`, `60s`, `24h`). Keys that are not above are refused, and all problems of a file are reported at once. Flags of
+a command override the file; the environment is not read here.
+"""
+
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from streamd.errors import Exit, StreamdError
+
+DEFAULT_PATH = Path("/etc/streamd/streamd.toml")
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_SIZE_UNITS = {"B": 1}
+for _power, _letter in enumerate("KMGTP", start=1):
+    _SIZE_UNITS[f"{_letter}B"] = 1000**_power
+    _SIZE_UNITS[f"{_letter}iB"] = 1024**_power
+_DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z%]*)", re.ASCII)
+
+
+class ConfigError(StreamdError):
+    """The configuration can't be used; `problems` says everything that is wrong with it, one line each."""
+
+    exit_code, kind = Exit.USAGE, "usage"
+
+    def __init__(self, source: str, problems: tuple[str, ...]) -> None:
+        super().__init__(f"{source}: " + "; ".join(problems))
+        self.source = source
+        self.problems = problems
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """Where chunks are kept on this node. `directory` None: nowhere. `max_bytes` None: the node cache decides."""
+
+    directory: Path | None = Path("/var/cache/streamd")
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class FetchConfig:
+    """How the store is read: requests at once for background work, bytes of one, requests at once for faults."""
+
+    background_gets: int = 4
+    get_bytes: int = 4 * MIB
+    fault_gets: int = 16
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyConfig:
+    """How long each kind of failure is waited for, in seconds (`serve/policy.py` says which)."""
+
+    event_after_s: float = 10.0
+    credentials_wait_s: float = 300.0
+    hold_s: float = 60.0
+    umount_wait_s: float = 10.0
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """Everything that may be set."""
+
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    fetch: FetchConfig = field(default_factory=FetchConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    memory_max_bytes: int = 256 * MIB
+    log_level: str = "info"
+    run_directory: Path = Path("/run/streamd")
+    log_directory: Path = Path("/var/log/streamd")
+
+
+def parse_size(text: str, *, whole_bytes: Callable[[], int] | None = None) -> int:
+    """Read a size such as `10GiB`, `1.5GB` or `4096` in bytes; `50%` too where a whole is given.
+
+    Raises: `ValueError` with a sentence that says what is allowed.
+    """
+    match = _QUANTITY.fullmatch(text.strip())
+    if match:
+        number, unit = match.groups()
+        if unit == "%" and whole_bytes is not None and float(number) <= 100:
+            return int(whole_bytes() * float(number) / 100)
+        factor = _SIZE_UNITS.get(unit) if unit else (1 if "." not in number else None)
+        if factor is not None:
+            return int(number) * factor if "." not in number else round(float(number) * factor)
+    share = " or a share (50%)" if whole_bytes is not None else ""
+    raise ValueError(f"{text!r} is not a size{share}: give bytes or a unit, such as 512MiB, 10GiB, 100MB")
+
+
+def parse_duration(text: str) -> float:
+    """Read a duration such as `500ms`, `60s`, `24h` or `10` in seconds.
+
+    Raises: `ValueError` with a sentence that says what is allowed.
+    """
+    match = _QUANTITY.fullmatch(text.strip())
+    if match and (factor := _DURATION_UNITS_S.get(match[2] or "s")) is not None:
+        return float(match[1]) * factor
+    raise ValueError(f"{text!r} is not a duration: give seconds or a unit, such as 500ms, 60s, 5m, 24h")
+
+
+def disk_bytes(path: Path) -> int:
+    """Give the size of the file system that `path` is on, or would be on if it were made."""
+    for candidate in (path, *path.parents):
+        try:
+            found = os.statvfs(candidate)
+        except FileNotFoundError:
+            continue
+        return found.f_blocks * found.f_frsize
+    raise FileNotFoundError(path)
+
+
+class _Table:
+    """One table of the file: takes its keys one by one and notes in `problems` what is wrong with them."""
+
+    def __init__(self, values: Mapping[str, object], name: str, problems: list[str]) -> None:
+        self._left = dict(values)
+        self._name = name
+        self._problems = problems
+
+    def problem(self, key: str, text: str) -> None:
+        self._problems.append(f"{self._name}{key}: {text}")
+
+    def table(self, key: str) -> "_Table":
+        value = self._left.pop(key, {})
+        if not isinstance(value, dict):
+            self.problem(key, "must be a table")
+            value = {}
+        return _Table(value, f"{self._name}{key}.", self._problems)
+
+    def boolean(self, key: str, default: bool) -> bool:
+        value = self._left.pop(key, default)
+        if isinstance(value, bool):
+            return value
+        self.problem(key, f"must be true or false, not {value!r}")
+        return default
+
+    def choice(self, key: str, default: str, allowed: tuple[str, ...]) -> str:
+        value = self._left.pop(key, default)
+        if isinstance(value, str) and value in allowed:
+            return value
+        self.problem(key, f"must be one of {', '.join(allowed)}, not {value!r}")
+        return default
+
+    def path(self, key: str, default: Path) -> Path:
+        value = self._left.pop(key, None)
+        if value is None:
+            return default
+        if isinstance(value, str) and value.startswith("/") and "\0" not in value:
+            return Path(value)
+        self.problem(key, f"must be an absolute path, not {value!r}")
+        return default
+
+    def integer(self, key: str, default: int, *, low: int, high: int) -> int:
+        value = self._left.pop(key, default)
+        if isinstance(value, int) and not isinstance(value, bool) and low <= value <= high:
+            return value
+        self.problem(key, f"must be a number from {low} to {high}, not {value!r}")
+        return default
+
+    def size(self, key: str, *, low: int, high: int, whole_bytes: Callable[[], int] | None = None) -> int | None:
+        value = self._left.pop(key, None)
+        if value is None:
+            return None
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | str):
+                raise ValueError(f"must be a size, not {value!r}")
+            size = parse_size(value, whole_bytes=whole_bytes) if isinstance(value, str) else value
+            if not low <= size <= high:
+                raise ValueError(f"must be from {low} to {high} bytes, not {value!r}")
+        except (ValueError, OSError) as error:
+            self.problem(key, str(error))
+            return None
+        return size
+
+    def duration_s(self, key: str, default: float, *, high: float) -> float:
+        value = self._left.pop(key, default)
+        try:
+            if isinstance(value, bool) or not isinstance(value, int | float | str):
+                raise ValueError(f"must be a duration, not {value!r}")
+            duration_s = parse_duration(value) if isinstance(value, str) else float(value)
+            if not 0 <= duration_s <= high:
+                raise ValueError(f"must be from 0 to {high:g} seconds, not {value!r}")
+        except ValueError as error:
+            self.problem(key, str(error))
+            return default
+        return duration_s
+
+    def done(self) -> None:
+        """Note what is left as unknown."""
+        for key in self._left:
+            self.problem(key, "is not a known setting")
+
+
+def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[Path], int] = disk_bytes) -> Config:
+    """Make a configuration of a parsed TOML document.
+
+    `disk_bytes` gives the size of a path's file system, for shares such as `50%`. Raises: `ConfigError`.
+    """
+    problems: list[str] = []
+    defaults = Config()
+    top = _Table(document, "", problems)
+    cache, fetch, policy = top.table("cache"), top.table("fetch"), top.table("policy")
+    directory = cache.path("directory", Path("/var/cache/streamd"))
+    config = Config(
+        cache=CacheConfig(
+            max_bytes=cache.size("max_bytes", low=0, high=1 << 60, whole_bytes=lambda: disk_bytes(directory)),
+            directory=directory if cache.boolean("enabled", True) else None,
+        ),
+        fetch=FetchConfig(
+            background_gets=fetch.integer("background_gets", defaults.fetch.background_gets, low=1, high=256),
+            # Smaller than a chunk makes no sense; larger holds too much of the memory cap in one request.
+            get_bytes=fetch.size("get_bytes", low=64 * KIB, high=64 * MIB) or defaults.fetch.get_bytes,
+            fault_gets=fetch.integer("fault_gets", defaults.fetch.fault_gets, low=1, high=256),
+        ),
+        policy=PolicyConfig(
+            event_after_s=policy.duration_s("event_after_s", defaults.policy.event_after_s, high=86400),
+            credentials_wait_s=policy.duration_s("credentials_wait_s", defaults.policy.credentials_wait_s, high=86400),
+            hold_s=policy.duration_s("hold_s", defaults.policy.hold_s, high=86400),
+            umount_wait_s=policy.duration_s("umount_wait_s", defaults.policy.umount_wait_s, high=3600),
+        ),
+        memory_max_bytes=top.size("memory_max_bytes", low=32 * MIB, high=1 << 50) or defaults.memory_max_bytes,
+        log_level=top.choice("log_level", defaults.log_level, LOG_LEVELS),
+        run_directory=top.path("run_directory", defaults.run_directory),
+        log_directory=top.path("log_directory", defaults.log_directory),
+    )
+    for table in (top, cache, fetch, policy):
+        table.done()
+    if problems:
+        raise ConfigError(source, tuple(problems))
+    return config
+
+
+def load(path: Path | None = None) -> Config:
+    """Read the file at `path`, or the default one if it is there, else take the defaults.
+
+    Raises: `ConfigError`, also when a file that was named can't be read.
+    """
+    chosen = path or DEFAULT_PATH
+    try:
+        text = chosen.read_bytes()
+    except FileNotFoundError as error:
+        if path is None:
+            return Config()
+        raise ConfigError(str(chosen), ("no such file",)) from error
+    except OSError as error:
+        raise ConfigError(str(chosen), (error.strerror or str(error),)) from error
+    try:
+        document = tomllib.loads(text.decode())
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ConfigError(str(chosen), (f"not TOML: {error}",)) from error
+    return parse(document, source=str(chosen))

@@ -1,0 +1,269 @@
+"""Where each chunk's verified bytes are right now: in memory, in the cache file, or nowhere. State of the Trio thread.
+
+A chunk arrives verified and is *held* in memory. With a cache it is queued for writing and becomes *resident* once it
+is in the file; without one, or when the disk falls behind, it stays held until room is needed: chunks that were read
+leave first, the longest unread first. A chunk that the file has from a former life is *cached*: it has to be verified
+first.
+
+All changes are synchronous, so whoever finds a chunk here may use it until its next `await`, and has to look again
+after. The cache never hurts: its errors end its use and cost a fetch, and nothing here waits for its disk.
+"""
+
+import errno
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import suppress
+from enum import IntEnum
+
+import structlog
+import trio
+
+from streamd.serve.memory import Accountant
+from streamd.serve.node_cache import NodeCache
+from streamd.serve.plan import Layout
+from streamd.serve.stats import ServeStats
+from streamd.serve.write_behind import QUEUE_BYTES_MAX, WriteBehind
+from streamd.store.port import Buffer
+
+log = structlog.get_logger()
+
+# A healthy disk answers within milliseconds; a reader that waits this long is better served by the store.
+CACHE_TIMEOUT_S = 2.0
+# A write may wait for others' write-back; it blocks nobody until the queue is full.
+WRITE_STALL_S = 5.0
+
+
+class Place(IntEnum):
+    """What the cache file has of a chunk."""
+
+    ABSENT = 0
+    RESIDENT = 1  # verified in this worker's life
+    CACHED = 2  # not yet
+    ZERO = 3  # needs no place
+
+
+class Residency:
+    """The places of one image's chunks. `on_room` is called whenever held bytes were given back."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        accountant: Accountant,
+        stats: ServeStats,
+        *,
+        cache: NodeCache | None,
+        cache_room_bytes: int,
+        on_room: Callable[[], None],
+    ) -> None:
+        self._layout = layout
+        self._accountant = accountant
+        self._stats = stats
+        self._on_room = on_room
+        self._cache = cache
+        self._cache_room_bytes = cache_room_bytes
+        self._places = bytearray(len(layout))
+        for chunk in range(len(layout)):
+            if layout.is_zero(chunk):
+                self._places[chunk] = Place.ZERO
+            elif cache is not None and cache.has(chunk):
+                self._places[chunk] = Place.CACHED
+                self._cache_room_bytes -= layout.length[chunk]
+        self._writing: dict[int, Buffer] = {}
+        self._unread: OrderedDict[int, Buffer] = OrderedDict()
+        self._read: OrderedDict[int, Buffer] = OrderedDict()
+        self._writer: WriteBehind | None = None
+        self._disk_limiter = trio.CapacityLimiter(16)
+
+    def start(self) -> None:
+        """Begin to write to the cache; call it within the Trio run that uses this object."""
+        if self._cache is None:
+            return
+        token = trio.lowlevel.current_trio_token()
+
+        def written(chunk: int, error: OSError | None) -> None:
+            with suppress(trio.RunFinishedError):
+                token.run_sync_soon(self._written, chunk, error)
+
+        self._writer = WriteBehind(self._cache, written)
+
+    async def finish(self, timeout_s: float) -> None:
+        """Write what is queued, within `timeout_s`, and let go of the cache."""
+        cache, writer = self._cache, self._writer
+        if cache is None or writer is None:
+            return
+        with trio.move_on_after(timeout_s + 1) as scope:
+            scope.shield = True
+            await trio.to_thread.run_sync(writer.finish, timeout_s, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(cache.close, abandon_on_cancel=True)
+
+    @property
+    def is_caching(self) -> bool:
+        """Whether chunks that arrive now can still go to the cache file."""
+        return self._writer is not None
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether the disk has enough to do: what nobody waits for should not be fetched faster than it is written."""
+        return self._writer is not None and self._writer.pending_bytes > QUEUE_BYTES_MAX // 2
+
+    @property
+    def cached_chunks(self) -> int:
+        """Chunks in the cache file, verified or not."""
+        return self._places.count(Place.RESIDENT) + self._places.count(Place.CACHED)
+
+    def place(self, chunk: int) -> Place:
+        """What the cache file has of a chunk."""
+        return Place(self._places[chunk])
+
+    def is_resident(self, chunk: int) -> bool:
+        """Whether the cache file has it, verified."""
+        return self._places[chunk] == Place.RESIDENT
+
+    def is_here(self, chunk: int) -> bool:
+        """Whether a read of the chunk can be answered without waiting for the store."""
+        return self._places[chunk] in (Place.RESIDENT, Place.ZERO) or self.held(chunk) is not None
+
+    def is_absent(self, chunk: int) -> bool:
+        """Whether only the store has it."""
+        return self._places[chunk] == Place.ABSENT and self.held(chunk) is None
+
+    def held(self, chunk: int) -> Buffer | None:
+        """Give a chunk's bytes if they are in memory."""
+        data = self._writing.get(chunk)
+        if data is None:
+            data = self._unread.get(chunk)
+        if data is None:
+            data = self._read.get(chunk)
+        return data
+
+    def touched(self, chunk: int) -> None:
+        """Note that a held chunk was read, so that it may leave before others."""
+        data = self._unread.pop(chunk, None)
+        if data is not None:
+            self._read[chunk] = data
+        elif chunk in self._read:
+            self._read.move_to_end(chunk)
+
+    def keep(self, chunk: int, data: Buffer) -> None:
+        """Take a verified chunk whose bytes the accountant has counted already."""
+        if not self._write(chunk, data):
+            self._unread[chunk] = data
+
+    def _write(self, chunk: int, data: Buffer) -> bool:
+        """Queue a chunk for the cache file, if there is one with room for it and the disk keeps up."""
+        size = len(data)
+        if self._writer is None or size > self._cache_room_bytes:
+            return False
+        if not self._writer.offer(chunk, data, self._layout.start[chunk]):
+            return False
+        self._cache_room_bytes -= size
+        self._writing[chunk] = data
+        return True
+
+    def _write_more(self) -> None:
+        """Queue held chunks that found the queue full, now that it has room."""
+        for pool in (self._unread, self._read):
+            while pool:
+                chunk = next(iter(pool))
+                if not self._write(chunk, pool[chunk]):
+                    return
+                del pool[chunk]
+
+    def verified(self, chunk: int) -> None:
+        """Note that a cached chunk turned out right."""
+        if self._places[chunk] == Place.CACHED:
+            self._stats.cache_hits_verified += 1
+            self._places[chunk] = Place.RESIDENT
+
+    def corrupt(self, chunk: int) -> None:
+        """Note that a cached chunk is not what it should be; it will be fetched and written again."""
+        if self._places[chunk] == Place.CACHED:
+            self._stats.cache_corrupt += 1
+            self._cache_room_bytes += self._layout.length[chunk]
+            self._places[chunk] = Place.ABSENT
+            log.warning("cached chunk is damaged, fetching it again", chunk=chunk)
+
+    def shed(self, size: int, *, unread_too: bool) -> None:
+        """Give back at least `size` held bytes, as far as that is possible: those that were read, oldest first."""
+        pools = (self._read, self._unread) if unread_too else (self._read,)
+        for pool in pools:
+            while size > 0 and pool:
+                _, data = pool.popitem(last=False)
+                self._stats.cache_dropped_chunks += self._cache is not None
+                size -= len(data)
+                self._accountant.give(len(data))
+
+    def read_nowait(self, view: memoryview, offset: int) -> bool:
+        """Fill `view` from the cache file if that needs no disk; `offset` is in the image."""
+        return self._cache is not None and self._cache.read_nowait(view, offset) == len(view)
+
+    async def read_slow(self, chunks: list[int]) -> dict[int, Buffer]:
+        """Read resident chunks from the disk. When it fails or hangs, caching is over and the result is what it got."""
+        found: dict[int, Buffer] = {}
+        cache = self._cache
+        if cache is None:
+            return found
+        with trio.move_on_after(CACHE_TIMEOUT_S) as scope:
+            for chunk in chunks:
+                size, offset = self._layout.length[chunk], self._layout.start[chunk]
+                try:
+                    found[chunk] = await trio.to_thread.run_sync(
+                        cache.read, size, offset, abandon_on_cancel=True, limiter=self._disk_limiter
+                    )
+                except OSError as error:
+                    self.lose_cache(str(error))
+                    return found
+        if scope.cancelled_caught:
+            self.lose_cache(f"a read took longer than {CACHE_TIMEOUT_S} s")
+        return found
+
+    def check_writer(self) -> None:
+        """Give up a cache whose disk hangs."""
+        if self._writer is not None and self._writer.stalled_s() > WRITE_STALL_S:
+            self.lose_cache(f"a write takes longer than {WRITE_STALL_S} s")
+
+    @property
+    def cache(self) -> NodeCache | None:
+        """The cache in use, None when there is none (any more)."""
+        return self._cache
+
+    def stop_writing(self, reason: str) -> None:
+        """Cache nothing more; what is in the file is used on."""
+        if self._writer is None:
+            return
+        self._writer.stop()
+        self._writer = None
+        self._stats.cache_failure = reason
+        log.warning("caching ended", reason=reason)
+        self._unread.update(self._writing)
+        self._writing.clear()
+        self._on_room()
+
+    def lose_cache(self, reason: str) -> None:
+        """Use the cache file no more, neither way."""
+        self.stop_writing(reason)
+        if self._cache is None:
+            return
+        self._cache = None
+        self._stats.cache_failure = reason
+        self._places = bytearray(0 if p in (Place.RESIDENT, Place.CACHED) else p for p in self._places)
+        log.warning("cache is not used any more", reason=reason)
+
+    def _written(self, chunk: int, error: OSError | None) -> None:
+        data = self._writing.pop(chunk, None)
+        if data is None:  # caching ended in the meantime
+            return
+        if self._writer is not None:
+            self._writer.settled(len(data))
+        if error is None:
+            self._places[chunk] = Place.RESIDENT
+            self._stats.cache_written_bytes += len(data)
+            self._accountant.give(len(data))
+            self._write_more()
+            self._on_room()
+            return
+        self._unread[chunk] = data
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            self.stop_writing(str(error))
+        else:
+            self.lose_cache(str(error))

@@ -1,0 +1,260 @@
+"""The cache directory has what it says it has, through restarts, damage, limits and other processes."""
+
+import json
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trio
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from bench.faults import FaultyStore
+from streamd.errors import Refused
+from streamd.serve import node_cache
+from streamd.serve.handles import Opener
+from streamd.serve.image import ServedImage
+from streamd.serve.node_cache import CacheUnusable, clear_images, list_images, open_cache, verify_images
+from streamd.serve.plan import Layout
+from streamd.store.catalog import read_manifest
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def manifest(saved: Any) -> bytes:
+    return read_manifest(saved.store, saved.pinned.manifest_info)
+
+
+@pytest.fixture
+def layout(saved: Any) -> Layout:
+    return Layout(saved.pinned.manifest.table)
+
+
+def chunk_bytes(layout: Layout, chunk: int) -> bytes:
+    return bytes([chunk % 251 + 1]) * layout.length[chunk]
+
+
+def test_a_second_owner_is_refused_and_told_who_has_it(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    first = open_cache(tmp_path / "c", manifest, layout, owner="the mount at /mnt/a (pid 7)", max_bytes=None)
+    with pytest.raises(Refused, match=r"/mnt/a \(pid 7\)"):
+        open_cache(tmp_path / "c", manifest, layout, owner="second", max_bytes=None)
+    first.close()
+    open_cache(tmp_path / "c", manifest, layout, owner="second", max_bytes=None).close()
+
+
+def test_chunks_survive_a_process_that_was_killed(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "manifest").write_bytes(manifest)
+    writer = textwrap.dedent(
+        f"""
+        import os, signal
+        from pathlib import Path
+        from streamd.serve.node_cache import open_cache
+        from streamd.serve.plan import Layout
+        from streamd.snapshot.manifest import decode
+        manifest = Path({str(tmp_path / "manifest")!r}).read_bytes()
+        layout = Layout(decode(manifest).table)
+        cache = open_cache(Path({str(tmp_path / "c")!r}), manifest, layout, owner="writer", max_bytes=None)
+        for chunk in (3, 9, 200):
+            cache.write(chunk, bytes([chunk % 251 + 1]) * layout.length[chunk], layout.start[chunk])
+        os.kill(os.getpid(), signal.SIGKILL)
+        """
+    )
+    assert subprocess.run([sys.executable, "-c", writer], check=False).returncode == -9
+    cache = open_cache(tmp_path / "c", manifest, layout, owner="reader", max_bytes=None)
+    assert [chunk for chunk in range(len(layout)) if cache.has(chunk)] == [3, 9, 200]
+    for chunk in (3, 9, 200):
+        assert cache.read(layout.length[chunk], layout.start[chunk]) == chunk_bytes(layout, chunk)
+    cache.close()
+
+
+@pytest.mark.parametrize("damage", ["other format", "not json", "other manifest", "missing head", "short bitmap"])
+def test_a_directory_that_is_not_understood_is_begun_anew(
+    manifest: bytes, layout: Layout, tmp_path: Path, damage: str
+) -> None:
+    cache = open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+    cache.write(5, chunk_bytes(layout, 5), layout.start[5])
+    cache.close()
+    match damage:
+        case "other format":
+            head = json.loads((cache.path / "head").read_text())
+            (cache.path / "head").write_text(json.dumps(head | {"format": node_cache.CACHE_FORMAT + 1}))
+        case "not json":
+            (cache.path / "head").write_bytes(b"\xff")
+        case "other manifest":
+            (cache.path / "manifest").write_bytes(b"x")
+        case "missing head":
+            (cache.path / "head").unlink()
+        case "short bitmap":
+            os.truncate(cache.path / "resident", 0)
+    again = open_cache(tmp_path / "c", manifest, layout, owner="b", max_bytes=None)
+    assert not any(again.has(chunk) for chunk in range(len(layout)))
+    again.close()
+
+
+def test_a_directory_that_others_could_write_to_is_not_used(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    (tmp_path / "c").mkdir()
+    (tmp_path / "c").chmod(0o777)
+    with pytest.raises(CacheUnusable, match="writable by nobody else"):
+        open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+
+
+def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    victim = tmp_path / "victim"
+    victim.write_text("precious")
+    cache = open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+    cache.close()
+    for name in ("data", "resident", "lock"):
+        (cache.path / name).unlink()
+        (cache.path / name).symlink_to(victim)
+        with pytest.raises(CacheUnusable):
+            open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+        (cache.path / name).unlink()
+    assert victim.read_text() == "precious"
+
+
+def test_idle_images_leave_for_a_new_one_and_used_ones_stay(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    images = tmp_path / "c" / "images"
+    open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None).close()
+    for index, name in enumerate(["old", "new"]):
+        (images / name).mkdir()
+        (images / name / "data").write_bytes(bytes([1]) * MIB)
+        (images / name / "lock").touch()
+        for file in ("data", "lock"):
+            os.utime(images / name / file, (index + 1, index + 1))
+    cache = open_cache(tmp_path / "c", manifest, layout, owner="b", max_bytes=layout.start[-1] + MIB + MIB // 2)
+    assert {image.digest for image in list_images(tmp_path / "c")} == {"new", cache.path.name}
+    removed, in_use = clear_images(tmp_path / "c")
+    assert [image.digest for image in removed] == ["new"]
+    assert [image.digest for image in in_use] == [cache.path.name]
+    assert in_use[0].owner == "b"
+    cache.close()
+    clear_images(tmp_path / "c")
+    assert list_images(tmp_path / "c") == []
+    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["images"]
+
+
+def serve_everything(saved: Any, image: ServedImage) -> bytes:
+    async def test() -> bytes:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(image.run)
+            handle = image.open("pages.img", Opener(1, "test", None))
+            got = [bytes(await image.read(handle, o, 100_000)) for o in range(0, len(saved.content), 100_000)]
+            nursery.cancel_scope.cancel()
+            return b"".join(got)
+
+    return trio.run(test)
+
+
+def test_a_second_life_fetches_nothing_again_and_verifies_what_it_finds(saved: Any, make_cache: Any) -> None:
+    assert serve_everything(saved, saved.serve(cache=make_cache(), inline=False)) == saved.content
+    store: FaultyStore = saved.faulty()
+    image: ServedImage = saved.serve(store, cache=make_cache(), inline=False)
+    assert serve_everything(saved, image) == saved.content
+    assert store.bytes_read == 0
+    assert image.stats.cache_hits_verified > 0
+
+
+def test_a_flipped_bit_in_the_cache_is_never_served_and_is_fetched_again(
+    saved: Any, make_cache: Any, layout: Layout
+) -> None:
+    cache = make_cache()
+    assert serve_everything(saved, saved.serve(cache=cache, inline=False)) == saved.content
+    stored = [c for c in range(30, len(layout)) if not layout.is_zero(c)]
+    hurt = [stored[0], stored[40], stored[-1]]
+    with (cache.path / "data").open("r+b") as file:
+        for chunk in hurt:
+            file.seek(layout.start[chunk] + 77)
+            byte = file.read(1)
+            file.seek(layout.start[chunk] + 77)
+            file.write(bytes([byte[0] ^ 4]))
+    store: FaultyStore = saved.faulty()
+    image: ServedImage = saved.serve(store, cache=make_cache(), inline=False)
+    assert serve_everything(saved, image) == saved.content
+    assert image.stats.cache_corrupt == len(hurt)
+    assert store.bytes_read == sum(layout.frame_bytes[chunk] for chunk in hurt)
+    # And what was fetched again was written again.
+    last: ServedImage = saved.serve(store, cache=make_cache(), inline=False)
+    assert serve_everything(saved, last) == saved.content
+    assert last.stats.cache_corrupt == 0
+    assert store.bytes_read == sum(layout.frame_bytes[chunk] for chunk in hurt)
+
+
+def test_cache_verify_finds_and_forgets_damaged_chunks(
+    saved: Any, make_cache: Any, layout: Layout, tmp_path: Path
+) -> None:
+    cache = make_cache()
+    assert serve_everything(saved, saved.serve(cache=cache, inline=False)) == saved.content
+    chunk = next(c for c in range(30, len(layout)) if not layout.is_zero(c))
+    with (cache.path / "data").open("r+b") as file:
+        file.seek(layout.start[chunk])
+        file.write(b"wrong")
+    (found,) = verify_images(tmp_path / "cache")
+    assert found.bad_chunks == (chunk,)
+    (again,) = verify_images(tmp_path / "cache")
+    assert (again.bad_chunks, again.cached_chunks) == ((), found.cached_chunks - 1)
+
+
+def test_a_limit_smaller_than_the_image_bounds_what_is_written(saved: Any, make_cache: Any) -> None:
+    image: ServedImage = saved.serve(cache=make_cache(), cache_room_bytes=MIB, inline=False)
+    assert serve_everything(saved, image) == saved.content
+    assert 0 < image.stats.cache_written_bytes <= MIB
+    assert image.stats.cache_dropped_chunks > 0
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """One image's directory against a dictionary, with restarts in between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model: dict[int, bytes] = {}
+        self.cache = open_cache(PLACE, MANIFEST, LAYOUT, owner="machine", max_bytes=None)
+
+    @rule(chunk=st.integers(0, 255), fill=st.integers(1, 255))
+    def write(self, chunk: int, fill: int) -> None:
+        data = bytes([fill]) * LAYOUT.length[chunk]
+        self.cache.write(chunk, data, LAYOUT.start[chunk])
+        self.model[chunk] = data
+
+    @rule(chunk=st.integers(0, 255))
+    def forget(self, chunk: int) -> None:
+        self.cache.forget(chunk)
+        self.model.pop(chunk, None)
+
+    @rule()
+    def reopen(self) -> None:
+        self.cache.close()
+        self.cache = open_cache(PLACE, MANIFEST, LAYOUT, owner="machine", max_bytes=None)
+
+    @rule(chunk=st.integers(0, 255))
+    def read(self, chunk: int) -> None:
+        if chunk in self.model:
+            assert self.cache.read(LAYOUT.length[chunk], LAYOUT.start[chunk]) == self.model[chunk]
+            view = memoryview(bytearray(LAYOUT.length[chunk]))
+            assert self.cache.read_nowait(view, LAYOUT.start[chunk]) in (0, len(view))
+
+    @invariant()
+    def same_chunks(self) -> None:
+        assert {c for c in range(len(LAYOUT)) if self.cache.has(c)} == set(self.model)
+
+    def teardown(self) -> None:
+        self.cache.close()
+        clear_images(PLACE)
+
+
+PLACE: Path
+MANIFEST: bytes
+LAYOUT: Layout
+
+
+def test_a_directory_behaves_as_a_dictionary_of_chunks(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    global PLACE, MANIFEST, LAYOUT
+    PLACE, MANIFEST, LAYOUT = tmp_path / "machine", manifest, layout
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(CacheMachine, settings=settings(max_examples=25, deadline=None, stateful_step_count=30))
