@@ -48,7 +48,7 @@ class ServedFile:
 
 
 class ServedImage:
-    """A pinned snapshot of a store, with a node cache or without (`cache_room_bytes` bounds what is put into it)."""
+    """A pinned snapshot of a store, with a node cache or without."""
 
     def __init__(
         self,
@@ -57,7 +57,6 @@ class ServedImage:
         config: Config,
         *,
         cache: NodeCache | None,
-        cache_room_bytes: int,
         ahead: bool,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
@@ -81,7 +80,6 @@ class ServedImage:
             self._accountant,
             self.stats,
             cache=cache,
-            cache_room_bytes=cache_room_bytes,
             on_room=self._on_room,
         )
         self._scheduler = Scheduler(

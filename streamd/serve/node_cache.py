@@ -52,10 +52,12 @@ class NodeCache:
     """One image's directory, owned by this process until `close`.
 
     `cached` is the bitmap as found at the start. `write` may be called from one thread only, reads from any.
+    `room_bytes` is what the image may take up in all.
     """
 
     def __init__(self, path: Path, *, lock_fd: int, data_fd: int, resident_fd: int, cached: bytearray) -> None:
         self.path = path
+        self.room_bytes = 0
         self._lock_fd = lock_fd
         self._data_fd = data_fd
         self._resident_fd = resident_fd
@@ -114,8 +116,8 @@ class NodeCache:
 def open_cache(directory: Path, manifest: bytes, layout: Layout, *, owner: str, max_bytes: int | None) -> NodeCache:
     """Open, or begin, the directory of the image that `manifest` describes, and make room for it.
 
-    `owner` is what a second process is told. `max_bytes` bounds all images of the directory together: idle images
-    leave, the least recently used first, until this one fits or none is left.
+    `owner` is what a second process is told. `max_bytes` bounds all images of the directory together (None: by
+    `default_max_bytes`): idle images leave, the least recently used first, until this one fits or none is left.
 
     Raises: `Refused` when another process owns the image; `CacheUnusable` for everything else that is wrong.
     """
@@ -124,24 +126,23 @@ def open_cache(directory: Path, manifest: bytes, layout: Layout, *, owner: str, 
         _checked_directory(directory)
         _sweep(directory)
         cache = _open_image(directory / "images" / digest, manifest, layout, owner)
+        try:
+            limit_bytes = default_max_bytes(directory) if max_bytes is None else max_bytes
+            others_bytes = _make_room(directory, keep=digest, max_bytes=limit_bytes - layout.start[-1])
+        except BaseException:
+            cache.close()
+            raise
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
-    if max_bytes is not None:
-        with suppress(OSError):  # the limit of this image's own bytes still holds
-            _make_room(directory, keep=digest, max_bytes=max_bytes - layout.start[-1])
+    cache.room_bytes = max(0, limit_bytes - others_bytes)
     return cache
-
-
-def room_bytes(directory: Path, digest: str, max_bytes: int) -> int:
-    """Bytes of `max_bytes` that the other images of the directory leave to this one."""
-    return max(0, max_bytes - sum(i.disk_bytes for i in list_images(directory) if i.digest != digest))
 
 
 def default_max_bytes(directory: Path) -> int:
     """Half of the disk, at most what is free less a tenth of the disk. Raises: OSError."""
     info = os.statvfs(directory)
     total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
-    own = sum(image.disk_bytes for image in list_images(directory))
+    own = sum(image.disk_bytes for image in _images(directory))
     return max(0, min(total // 2, own + free - total // 10))
 
 
@@ -328,14 +329,16 @@ def _begin(path: Path, head: dict[str, int], manifest: bytes) -> None:
             os.close(fd)
 
 
-def _make_room(directory: Path, *, keep: str, max_bytes: int) -> None:
-    others = [image for image in list_images(directory) if image.digest != keep]
+def _make_room(directory: Path, *, keep: str, max_bytes: int) -> int:
+    """Remove idle images until the others have at most `max_bytes`, if that can be; give what they have then."""
+    others = sorted((i for i in _images(directory) if i.digest != keep), key=lambda image: image.used_s)
     total = sum(image.disk_bytes for image in others)
     for image in others:
         if total <= max(0, max_bytes):
-            return
+            break
         if image.owner is None and _remove_if_idle(directory / "images" / image.digest):
             total -= image.disk_bytes
+    return total
 
 
 def _remove_if_idle(path: Path) -> bool:

@@ -52,7 +52,6 @@ class Residency:
         stats: ServeStats,
         *,
         cache: NodeCache | None,
-        cache_room_bytes: int,
         on_room: Callable[[], None],
     ) -> None:
         self._layout = layout
@@ -60,7 +59,7 @@ class Residency:
         self._stats = stats
         self._on_room = on_room
         self._cache = cache
-        self._cache_room_bytes = cache_room_bytes
+        self._cache_room_bytes = 0 if cache is None else cache.room_bytes
         self._places = bytearray(len(layout))
         for chunk in range(len(layout)):
             if layout.is_zero(chunk):

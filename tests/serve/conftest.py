@@ -37,7 +37,6 @@ class Saved:
         store: Store | None = None,
         *,
         cache: NodeCache | None = None,
-        cache_room_bytes: int = 1 << 40,
         ahead: bool = False,
         memory_max_bytes: int = 8 << 20,
         fetch: FetchConfig | None = None,
@@ -53,7 +52,6 @@ class Saved:
                 memory_max_bytes=memory_max_bytes,
             ),
             cache=cache,
-            cache_room_bytes=cache_room_bytes,
             ahead=ahead,
             run_blocking=run_inline if inline else trio.to_thread.run_sync,
         )
@@ -92,12 +90,12 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
 
 
 @pytest.fixture
-def make_cache(saved: Saved, tmp_path: Path) -> Callable[[], NodeCache]:
+def make_cache(saved: Saved, tmp_path: Path) -> Callable[..., NodeCache]:
     """Opens the snapshot's directory in a cache of the test's own."""
 
-    def make() -> NodeCache:
+    def make(max_bytes: int | None = None) -> NodeCache:
         manifest = read_manifest(saved.store, saved.pinned.manifest_info)
         layout = Layout(saved.pinned.manifest.table)
-        return open_cache(tmp_path / "cache", manifest, layout, owner="test", max_bytes=None)
+        return open_cache(tmp_path / "cache", manifest, layout, owner="test", max_bytes=max_bytes)
 
     return make

@@ -201,7 +201,7 @@ def test_cache_verify_finds_and_forgets_damaged_chunks(
 
 
 def test_a_limit_smaller_than_the_image_bounds_what_is_written(saved: Any, make_cache: Any) -> None:
-    image: ServedImage = saved.serve(cache=make_cache(), cache_room_bytes=MIB, inline=False)
+    image: ServedImage = saved.serve(cache=make_cache(MIB), inline=False, memory_max_bytes=MIB)
     assert serve_everything(saved, image) == saved.content
     assert 0 < image.stats.cache_written_bytes <= MIB
     assert image.stats.cache_dropped_chunks > 0

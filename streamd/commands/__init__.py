@@ -1,0 +1,1 @@
+"""The commands of `streamd`, one module each, imported when they are called."""

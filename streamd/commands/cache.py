@@ -1,0 +1,102 @@
+"""`streamd cache`: the images that this node keeps."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+
+import click
+
+from streamd.commands.invocation import F, Invocation, json_option
+from streamd.commands.output import age_text, print_json, print_table, size_text
+from streamd.errors import Damaged, NotFound, Refused
+
+
+def _cache_dir_option(function: F) -> F:
+    return click.option(
+        "--cache-dir", type=click.Path(path_type=Path), help="The cache's directory [the configuration's]."
+    )(function)
+
+
+@click.group("cache")
+def command() -> None:
+    """List, clear or check the images in this node's cache.
+
+    \b
+    Example:
+      streamd cache ls
+    """
+
+
+def _directory(invocation: Invocation, given: Path | None) -> Path:
+    directory = given or invocation.config().cache.directory
+    if directory is None:
+        raise Refused("the configuration says that there is no cache (cache.enabled = false): give --cache-dir")
+    return directory
+
+
+@command.command("ls")
+@_cache_dir_option
+@json_option
+@click.pass_obj
+def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
+    """List the images, least recently used first, and who uses them."""
+    from streamd.serve.node_cache import list_images
+
+    directory = _directory(invocation, cache_dir)
+    images = list_images(directory)
+    if as_json:
+        print_json({"directory": str(directory), "images": [asdict(image) for image in images]})
+        return
+    now_s = time.time()
+    rows = [
+        [image.digest, size_text(image.disk_bytes), age_text(now_s - image.used_s), image.owner or ""]
+        for image in images
+    ]
+    if rows:
+        print_table(["DIGEST", "ON DISK", "USED", "IN USE BY"], rows)
+    else:
+        click.echo(f"no images in {directory}", err=True)
+
+
+@command.command("clear")
+@click.option("--digest", help="Only this image, by the digest that `cache ls` shows.")
+@_cache_dir_option
+@json_option
+@click.pass_obj
+def _clear(invocation: Invocation, cache_dir: Path | None, digest: str | None, as_json: bool) -> None:
+    """Remove the images that no mount uses; exit code 7 when the one that was named is in use."""
+    from streamd.serve.node_cache import clear_images
+
+    directory = _directory(invocation, cache_dir)
+    removed, in_use = clear_images(directory, digest)
+    if digest is not None and not removed:
+        if in_use:
+            raise Refused(f"image {digest} is in use by {in_use[0].owner or 'a mount'}")
+        raise NotFound(f"no image {digest} in {directory}")
+    if as_json:
+        print_json({"removed": [asdict(image) for image in removed], "in_use": [asdict(image) for image in in_use]})
+        return
+    click.echo(f"{len(removed)} images removed, {size_text(sum(image.disk_bytes for image in removed))}")
+    for image in in_use:
+        click.echo(f"{image.digest} stays: in use by {image.owner or 'a mount'}")
+
+
+@command.command("verify")
+@_cache_dir_option
+@json_option
+@click.pass_obj
+def _verify(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
+    """Check every cached chunk of every image that no mount uses; bad ones are forgotten, exit code 4."""
+    from streamd.serve.node_cache import verify_images
+
+    directory = _directory(invocation, cache_dir)
+    results = verify_images(directory)
+    bad = {image.digest: len(image.bad_chunks) for image in results if image.bad_chunks}
+    if bad:
+        which = ", ".join(f"{count} in {digest}" for digest, count in bad.items())
+        raise Damaged(f"{sum(bad.values())} cached chunks were damaged and are forgotten: {which}")
+    chunks = sum(image.cached_chunks for image in results)
+    if as_json:
+        print_json({"images": [asdict(image) for image in results]})
+    else:
+        click.echo(f"{len(results)} images, {chunks} chunks, all as they should be")

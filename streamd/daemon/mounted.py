@@ -1,0 +1,241 @@
+"""The process that serves one mount: puts store, cache, image, kernel and control socket together.
+
+Order: everything that can be refused is refused before the mount exists; the small files are in memory before it is
+announced. At the end the kernel's side goes first (nobody can ask any more), then the reads that wait, then the rest;
+every step is bounded, whatever the store or a disk does.
+"""
+
+import os
+import signal
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import structlog
+import trio
+
+from streamd.daemon import allocator
+from streamd.daemon.control import ControlSocket, FailSelector, Opener
+from streamd.daemon.lease import hold_lease
+from streamd.daemon.options import MountOptions
+from streamd.daemon.sockets import is_served, socket_path
+from streamd.errors import NotFound, Refused, Unreachable
+from streamd.fuse import mounting, session
+from streamd.fuse.mounting import FuseMount
+from streamd.serve.handles import Handle
+from streamd.serve.image import ServedImage
+from streamd.serve.node_cache import CacheUnusable, NodeCache, open_cache
+from streamd.serve.plan import Layout
+from streamd.store.catalog import Pinned, open_snapshot, read_manifest
+from streamd.store.opening import open_store, split_snapshot_url
+from streamd.store.port import Store
+from streamd.store.retry import retrying
+
+log = structlog.get_logger()
+
+# A healthy directory opens in milliseconds; a hung one must not keep a pod from starting.
+_CACHE_OPEN_TIMEOUT_S = 5.0
+_MEMORY_LOOK_S = 2.0
+_MEMORY_STEP_BYTES = 32 << 20
+# An unmount or an abort needs nothing of the server; longer than this, and the kernel is stuck.
+_END_TIMEOUT_S = 5.0
+
+
+def run_mount(options: MountOptions, ready: Callable[[dict[str, object]], None]) -> None:
+    """Mount a snapshot and serve it until it is unmounted or a signal ends it; `ready` is called once it serves.
+
+    Ends with `KeyboardInterrupt`, after the unmount, when the signal was SIGINT.
+    Raises: `NotPermitted`, `NotFound`, `Refused`, `Damaged`, `Unreachable`, `StoreError`; what a task met comes in an
+    exception group (`daemon.relay.single_error` takes it out).
+    """
+    allocator.limit_arenas()
+    run_directory = options.config.run_directory
+    mounting.check(options.mountpoint, server_lives=lambda path: is_served(socket_path(run_directory, path)))
+    store_url, snapshot_id = split_snapshot_url(options.snapshot_url)
+    with ControlSocket(run_directory, options.mountpoint) as control_socket:
+        store = open_store(store_url)
+        try:
+            commands_store = retrying(store, deadline_s=options.store_timeout_s)
+            pinned = open_snapshot(commands_store, snapshot_id)
+            manifest = read_manifest(commands_store, pinned.manifest_info)
+            mount = _Mount(options, store, pinned, manifest, control_socket, ready)
+            trio.run(mount.run)
+            if mount.is_interrupted:
+                raise KeyboardInterrupt
+        finally:
+            store.close()
+
+
+class _Mount:
+    """One mount from its first step to its last; also what the control socket asks (`MountControl`)."""
+
+    def __init__(
+        self,
+        options: MountOptions,
+        store: Store,
+        pinned: Pinned,
+        manifest: bytes,
+        control_socket: ControlSocket,
+        ready: Callable[[dict[str, object]], None],
+    ) -> None:
+        self._options = options
+        self._store = store
+        self._pinned = pinned
+        self._manifest = manifest
+        self._control_socket = control_socket
+        self._ready = ready
+        self._cache_problem: str | None = None
+        self.is_interrupted = False
+        self._image: ServedImage
+        self._mount: FuseMount
+
+    async def run(self) -> None:
+        cache = await self._open_cache()
+        self._image = ServedImage(
+            self._store,
+            self._pinned,
+            self._options.config,
+            cache=cache,
+            ahead=self._options.prefetch == "all",
+        )
+        async with trio.open_nursery() as nursery:
+            await nursery.start(self._image.run)
+            await self._load_small_files()
+            self._mount = mounting.mount(self._options.mountpoint)
+            try:
+                session.begin(self._image, self._mount)
+                await nursery.start(self._end_on_signals)
+                nursery.start_soon(self._control_socket.serve, self)
+                nursery.start_soon(self._give_memory_back)
+                nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._options.mountpoint)
+                self._ready(self.status())
+                log.info("mount serves", mountpoint=self._options.mountpoint, snapshot=self._options.snapshot_url)
+                await session.serve()
+            finally:
+                mounting.abort(self._mount.mountpoint, self._mount.device)
+                self._image.fail(_every, "the mount is going away")
+                nursery.cancel_scope.cancel()
+        session.end()
+        with suppress(OSError):  # libfuse may have closed it
+            os.close(self._mount.fd)
+        log.info("mount ended", mountpoint=self._options.mountpoint)
+
+    async def _open_cache(self) -> NodeCache | None:
+        """Open the node cache, or say why the mount has to do without one. Raises: `Refused` when it is in use."""
+        directory, config = self._options.cache_dir, self._options.config
+        if directory is None:
+            return None
+        owner = f"the mount at {self._options.mountpoint} (pid {os.getpid()})"
+        layout = Layout(self._pinned.manifest.table)
+
+        def open_it() -> NodeCache:
+            limit = self._options.cache_max_bytes
+            return open_cache(directory, self._manifest, layout, owner=owner, max_bytes=limit)
+
+        problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
+        with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
+            try:
+                return await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
+            except CacheUnusable as error:
+                problem = str(error)
+        self._cache_problem = problem
+        log.warning("no cache on disk, serving from memory", reason=problem, memory_max_bytes=config.memory_max_bytes)
+        return None
+
+    async def _load_small_files(self) -> None:
+        with trio.move_on_after(self._options.store_timeout_s) as scope:
+            await self._image.load_small_files()
+        if scope.cancelled_caught:
+            last = self._image.status()["last_failure"] or "no answer"
+            raise Unreachable(
+                f"the store did not give the snapshot's small files within {self._options.store_timeout_s:g} s ({last})"
+            )
+
+    async def _end_on_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Let the first signal wait a while for files to be closed, a second one not; then fail what still waits."""
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+            task_status.started()
+            async for number in signals:
+                self.is_interrupted = number == signal.SIGINT
+                log.info("ending on a signal", signal=signal.Signals(number).name, openers=len(self._image.openers()))
+                break
+            with trio.move_on_after(self._options.config.policy.umount_wait_s):
+                async with trio.open_nursery() as nursery:
+                    nursery.start_soon(self._until_released, nursery.cancel_scope)
+                    async for _ in signals:
+                        break
+                    nursery.cancel_scope.cancel()
+            await self._abort()
+
+    async def _give_memory_back(self) -> None:
+        """Return memory that a load has used and freed, while it goes on and once it is over."""
+        given_back_at_bytes = 0
+        while True:
+            await trio.sleep(_MEMORY_LOOK_S)
+            fetched_bytes = self._image.stats.fetched_bytes
+            if fetched_bytes - given_back_at_bytes > _MEMORY_STEP_BYTES:
+                given_back_at_bytes = fetched_bytes
+                await trio.to_thread.run_sync(allocator.give_back, abandon_on_cancel=True)
+
+    async def _until_released(self, done: trio.CancelScope) -> None:
+        while self._image.openers():
+            await trio.sleep(0.05)
+        done.cancel()
+
+    async def _abort(self) -> None:
+        self._image.fail(_every, "the mount is going away")
+        with trio.move_on_after(_END_TIMEOUT_S, shield=True):
+            await trio.to_thread.run_sync(
+                mounting.abort, self._mount.mountpoint, self._mount.device, abandon_on_cancel=True
+            )
+        self._image.fail(_every, "the mount is going away")  # what was opened in between
+
+    # What the control socket asks for
+
+    def status(self) -> dict[str, object]:
+        """Describe the mount (README: status)."""
+        mount: dict[str, Any] = {
+            "mountpoint": self._options.mountpoint,
+            "pid": os.getpid(),
+            "snapshot_url": self._options.snapshot_url,
+            "cache_dir": str(self._options.cache_dir) if self._options.cache_dir else None,
+            "cache_problem": self._cache_problem,
+            "prefetch": self._options.prefetch,
+        }
+        return mount | self._image.status()
+
+    def fail(self, selector: FailSelector) -> int:
+        """Fail the reads of the selected handles. Raises: `NotFound` when no open file is meant."""
+
+        def chosen(handle: Handle) -> bool:
+            if selector.handle is not None:
+                return handle.number == selector.handle
+            return selector.container is None or handle.opener.container == selector.container
+
+        failed = self._image.fail(chosen, "failed by an operator")
+        if not failed and (selector.handle is not None or selector.container is not None):
+            raise NotFound("no open file of this mount matches")
+        return failed
+
+    async def umount(self, *, force: bool) -> Sequence[Opener]:
+        """Unmount; without `force` only when nothing is open, else the openers are the answer."""
+        if force:
+            await self._abort()
+            return ()
+        open_handles = [handle for name in self._image.files for handle in self._image.openers(name)]
+        if not open_handles:
+            try:
+                # Shielded: the unmount ends `pyfuse3.main`, and with it everything here, before it has returned.
+                with trio.move_on_after(_END_TIMEOUT_S, shield=True):
+                    await trio.to_thread.run_sync(
+                        mounting.unmount, self._mount.mountpoint, self._mount.device, abandon_on_cancel=True
+                    )
+            except Refused:  # a working directory in it, or a file opened in this moment
+                open_handles = [handle for name in self._image.files for handle in self._image.openers(name)]
+                if not open_handles:
+                    raise
+        return [Opener(h.number, h.file_name, h.opener.pid, h.opener.command, h.opener.container) for h in open_handles]
+
+
+def _every(_: Handle) -> bool:
+    return True

@@ -1,0 +1,26 @@
+"""What a mount is asked to be: the values that the `mount` command hands to the process that serves."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from streamd.config import Config
+
+PREFETCH_MODES = ("none", "all")
+
+
+@dataclass(frozen=True, slots=True)
+class MountOptions:
+    """One mount.
+
+    `mountpoint` is absolute, and resolved (`fuse.mounting.resolve`). `cache_dir` None: no cache on disk.
+    `cache_max_bytes` None: the node cache's own rule. `prefetch` is one of `PREFETCH_MODES`. `store_timeout_s` bounds
+    how long the store may be unreachable before the mount serves; after that, reads wait by `config.policy`.
+    """
+
+    snapshot_url: str
+    mountpoint: str
+    cache_dir: Path | None
+    cache_max_bytes: int | None
+    prefetch: str
+    config: Config
+    store_timeout_s: float

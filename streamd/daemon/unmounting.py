@@ -1,0 +1,51 @@
+"""What `umount` does: ask the mount's process; without one, or by force, take the mount away ourselves."""
+
+from enum import Enum
+from pathlib import Path
+
+from streamd.daemon.control_client import MountClient, NoAnswer, NoServer
+from streamd.errors import NotFound
+from streamd.fuse import mountinfo, mounting
+
+
+class How(Enum):
+    """How a mount went away."""
+
+    ASKED = "asked"
+    STALE = "stale"  # its process had died before
+    ABORTED = "aborted"  # its process did not answer
+
+    @property
+    def remark(self) -> str:
+        """What to tell people beyond the fact."""
+        match self:
+            case How.ASKED:
+                return ""
+            case How.STALE:
+                return " (its process was dead)"
+            case How.ABORTED:
+                return " (its process did not answer; the connection was aborted)"
+
+
+def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
+    """Unmount what is mounted at `path`; give the resolved path.
+
+    Bounded by the control client's time-outs. Raises: `NotFound` without a mount of ours, `Refused` with open files and
+    without force, `NoAnswer` when the process hangs and force wasn't asked for.
+    """
+    mountpoint = mounting.resolve(path)
+    client = MountClient(run_directory, mountpoint)
+    top = mountinfo.topmost(mountpoint)
+    try:
+        client.umount(force=force)
+    except NoServer:
+        if top is None or top.filesystem != mounting.FILESYSTEM:
+            raise NotFound(f"no streamd mount at {mountpoint}") from None
+        mounting.clean_stale(mountpoint, server_lives=lambda _: False)
+        return mountpoint, How.STALE
+    except NoAnswer as error:
+        if not force or top is None or top.filesystem != mounting.FILESYSTEM:
+            raise NoAnswer(f"{error}; --force unmounts without it") from error
+        mounting.abort(mountpoint, top.device)
+        return mountpoint, How.ABORTED
+    return mountpoint, How.ASKED

@@ -1,0 +1,25 @@
+"""libfuse's session on a connection that is mounted already."""
+
+import pyfuse3
+
+from streamd.fuse.mounting import FuseMount
+from streamd.fuse.operations import Operations
+from streamd.serve.image import ServedImage
+
+# runsc has 128 reads in flight for each restore; a second restore, an `ls`, a `stat` must still find a task.
+_TASKS = 320
+
+
+def begin(image: ServedImage, mount: FuseMount) -> None:
+    """Take over the mount's descriptor and answer the kernel's INIT once `serve` runs. One session a process."""
+    pyfuse3.init(Operations(image), f"/dev/fd/{mount.fd}", set())
+
+
+async def serve() -> None:
+    """Answer requests until the kernel ends the connection and the last handler has returned."""
+    await pyfuse3.main(min_tasks=_TASKS, max_tasks=_TASKS)
+
+
+def end() -> None:
+    """Free what libfuse holds; the mount is gone by now, or whoever mounted it takes it away."""
+    pyfuse3.close(unmount=False)

@@ -1,0 +1,103 @@
+"""The commands on a directory store, from push to gc, as their users run them."""
+
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Streamd
+
+
+def test_what_was_pushed_is_listed_inspected_verified_and_pulled(
+    streamd: "Streamd", image: Path, tmp_path: Path
+) -> None:
+    store = f"file://{streamd.base}/store"
+    pushed = streamd.ok("push", image, store, "--id", "web-1", "--metadata", "app=web", "--metadata", "note=a=b")
+    url = pushed["url"]
+    size = sum(file.stat().st_size for file in image.iterdir())
+    assert url == f"{store}/web-1"
+    assert pushed["image_bytes"] == size
+    assert 0 < pushed["stored_bytes"] < size / 2
+
+    [listed] = streamd.ok("ls", store)["snapshots"]
+    assert (listed["id"], listed["state"], listed["image_bytes"]) == ("web-1", "ok", size)
+    assert listed["stored_bytes"] == pushed["stored_bytes"]
+
+    inspected = streamd.ok("inspect", url)
+    assert {file["name"]: file["bytes"] for file in inspected["files"]} == {
+        file.name: file.stat().st_size for file in image.iterdir()
+    }
+    assert inspected["metadata"] == {"app": "web", "note": "a=b"}
+    assert inspected["gvisor"]["runsc_version"] == "test-1"
+    assert inspected["gvisor"]["containers"] == ["web"]
+    assert inspected["gvisor"]["memory_files"] == [
+        {"private": False, "ranges": 1, "bytes_by_kind": {"anonymous": 600 * 4096}}
+    ]
+    assert sum(inspected["chunks"].values()) == sum(file["chunks"] for file in inspected["files"])
+    assert inspected["zero_bytes"] == 2 * inspected["chunk_bytes"]  # 200 zero pages hold two whole chunks
+    assert "SECRET" not in str(inspected)
+
+    assert streamd.ok("verify", url)["chunks"] == sum(inspected["chunks"].values())
+
+    copy = tmp_path / "copy"
+    streamd.ok("pull", url, copy)
+    assert {file.name: file.read_bytes() for file in copy.iterdir()} == {
+        file.name: file.read_bytes() for file in image.iterdir()
+    }
+
+
+def test_people_get_text(streamd: "Streamd", snapshot: str) -> None:
+    store = snapshot.rpartition("/")[0]
+    listed = streamd.run("ls", store)
+    assert re.search(r"^web-1 +ok +20\d\d-\S+ \S+ +2\.3 MiB +\d+\.\d %$", listed.stdout, re.MULTILINE)
+    inspected = streamd.run("inspect", snapshot)
+    assert re.search(r"^runsc +test-1$", inspected.stdout, re.MULTILINE)
+    assert re.search(r"^pages\.img +2457600 +\d+ +10$", inspected.stdout, re.MULTILINE)
+    assert streamd.run("verify", snapshot).stdout.endswith("all as they should be\n")
+
+
+def test_push_prints_its_ids_first_and_takes_them_again(streamd: "Streamd", image: Path) -> None:
+    store = f"file://{streamd.base}/store"
+    first = streamd.run("push", image, store)
+    ids = re.match(r"snapshot (\S+), push (\S+)\n", first.stderr)
+    assert ids
+    again = streamd.ok("push", image, store, "--id", ids[1], "--push-id", ids[2])
+    assert again["was_there"]
+    assert (again["snapshot_id"], again["push_id"]) == ids.groups()
+
+
+def test_a_store_address_keeps_its_query_behind_the_snapshots_id(streamd: "Streamd", image: Path) -> None:
+    pushed = streamd.ok("push", image, f"file://{streamd.base}/store?latency=1ms&rate=1GB/s", "--id", "web-1")
+    assert pushed["url"] == f"file://{streamd.base}/store/web-1?latency=1ms&rate=1GB/s"
+    assert streamd.ok("inspect", pushed["url"])["id"] == "web-1"
+
+
+def test_push_records_the_runsc_that_it_is_given(streamd: "Streamd", image: Path, tmp_path: Path) -> None:
+    runsc = tmp_path / "runsc"
+    runsc.write_text('#!/bin/sh\n[ "$1" = cpu-features ] && printf sse,avx2,fpu\n')
+    runsc.chmod(0o755)
+    url = streamd.ok("push", image, f"file://{streamd.base}/store", "--runsc", runsc)["url"]
+    gvisor = streamd.ok("inspect", url)["gvisor"]
+    assert gvisor["cpu_features"] == ["avx2", "fpu", "sse"]
+    assert len(gvisor["runsc_sha256"]) == 64
+
+
+def test_a_removed_snapshot_is_gone_for_everyone_and_gc_takes_its_data(streamd: "Streamd", snapshot: str) -> None:
+    store = snapshot.rpartition("/")[0]
+    streamd.ok("rm", snapshot, "--now")
+    assert streamd.refused("inspect", snapshot)["exit_code"] in (3, 7)
+    assert [entry["state"] for entry in streamd.ok("ls", store)["snapshots"]] in ([], ["removing"])
+    assert "objects_deleted" in streamd.ok("gc", store, "--grace", "0s")
+    assert not list((streamd.base / "store").rglob("packs/**/0*"))
+
+
+def test_help_of_every_command_has_an_example_and_imports_no_client(streamd: "Streamd") -> None:
+    top = streamd.run("--help")
+    names = re.findall(r"^  ([a-z]+)  +[A-Z]", top.stdout.partition("Commands:")[2], re.MULTILINE)
+    assert {"push", "mount", "umount", "status", "fail", "pull", "ls", "inspect", "verify", "rm", "gc", "cache"} == set(
+        names
+    )
+    for name in names:
+        shown = streamd.run(name, "--help")
+        assert shown.returncode == 0
+        assert f"streamd {name} " in shown.stdout.partition("Example:")[2]

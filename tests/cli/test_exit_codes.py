@@ -1,0 +1,178 @@
+"""How commands end: a table of bad days, their exit codes, and what is said of them."""
+
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from streamd.errors import Exit
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Streamd
+
+# {base}: a directory of the test's own with an `image`, a directory `empty`, and a store with snapshot `web-1` and a
+# `damaged` one; what the command line is, its exit code, and a part of its message.
+BAD_DAYS: dict[str, tuple[str, Exit, str]] = {
+    "no such command": ("snapshot x", Exit.USAGE, "No such command 'snapshot'"),
+    "argument missing": ("mount file://{base}/store/web-1", Exit.USAGE, "Missing argument 'MOUNTPOINT'"),
+    "unknown option": ("ls --quick file://{base}/store", Exit.USAGE, "No such option"),
+    "no such kind of store": ("ls s3://bucket/x", Exit.USAGE, "s3://"),
+    "store address without a scheme": ("ls {base}/store", Exit.USAGE, "begins with gs:// or file://"),
+    "relative directory": ("ls file://store", Exit.USAGE, "must be absolute"),
+    "duration without sense": ("ls file://{base}/store --store-timeout soon", Exit.USAGE, "'soon' is not a duration"),
+    "chunk size that is no multiple of a page": (
+        "push {base}/image file://{base}/store --chunk-size 5000",
+        Exit.USAGE,
+        "multiple of 4KiB",
+    ),
+    "metadata without a value": ("push {base}/image file://{base}/store --metadata a", Exit.USAGE, "KEY=VALUE"),
+    "cache flags that contradict": (
+        "mount file://{base}/store/web-1 {base}/empty --no-cache --cache-dir {base}/c",
+        Exit.USAGE,
+        "--no-cache goes without",
+    ),
+    "share of more than the disk": (
+        "mount file://{base}/store/web-1 {base}/empty --cache-max 200%",
+        Exit.USAGE,
+        "'200%' is not a size",
+    ),
+    "two selectors": ("fail {base}/empty --handle 1 --container a", Exit.USAGE, "not both"),
+    "config missing": ("--config {base}/none.toml status", Exit.USAGE, "no such file"),
+    "config with an unknown key": ("--config {base}/bad.toml status", Exit.USAGE, "colour: is not a known setting"),
+    "mountpoint missing": ("mount file://{base}/store/web-1 {base}/none", Exit.NOT_FOUND, "does not exist"),
+    "mountpoint is a file": ("mount file://{base}/store/web-1 {base}/bad.toml", Exit.USAGE, "is not a directory"),
+    "mountpoint not empty": ("mount file://{base}/store/web-1 {base}/image", Exit.REFUSED, "is not empty"),
+    "snapshot missing, mount": ("mount file://{base}/store/other {base}/empty", Exit.NOT_FOUND, "no snapshot other"),
+    "snapshot missing, inspect": ("inspect file://{base}/store/other", Exit.NOT_FOUND, "no snapshot other"),
+    "snapshot missing, verify": ("verify file://{base}/store/other", Exit.NOT_FOUND, "no snapshot other"),
+    "snapshot missing, pull": ("pull file://{base}/store/other {base}/copy", Exit.NOT_FOUND, "no snapshot other"),
+    "snapshot missing, rm": ("rm file://{base}/store/other", Exit.NOT_FOUND, "no snapshot other"),
+    "id that can't be one": ("inspect file://{base}/store/Web_1", Exit.REFUSED, "must match"),
+    "damaged snapshot, inspect": ("inspect file://{base}/store/damaged", Exit.DAMAGED, ""),
+    "damaged snapshot, mount": ("mount file://{base}/store/damaged {base}/empty", Exit.DAMAGED, ""),
+    "flipped bit in a pack, verify": ("verify file://{base}/store/flipped", Exit.DAMAGED, "pages.img at byte"),
+    "flipped bit in a pack, pull": ("pull file://{base}/store/flipped {base}/copy", Exit.DAMAGED, ""),
+    "no image directory": ("push {base}/empty file://{base}/store", Exit.REFUSED, "not an image directory"),
+    "directory missing": ("push {base}/none file://{base}/store", Exit.NOT_FOUND, "none"),
+    "id is taken": ("push {base}/image file://{base}/store --id web-1", Exit.REFUSED, "web-1"),
+    "pull into a directory with files": ("pull file://{base}/store/web-1 {base}/image", Exit.REFUSED, "is not empty"),
+    "runsc missing": ("push {base}/image file://{base}/store --runsc {base}/none", Exit.NOT_FOUND, "no such file"),
+    "runsc that is none": (
+        "push {base}/image file://{base}/store --runsc /bin/false",
+        Exit.FAILED,
+        "cpu-features failed",
+    ),
+    "no mount, umount": ("umount {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
+    "no mount, umount by force": ("umount --force {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
+    "another's mount, umount": ("umount --force /proc", Exit.NOT_FOUND, "no streamd mount at /proc"),
+    "no mount, fail": ("fail {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
+    "no mount, status": ("status {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
+    "no such image, cache clear": ("cache clear --digest 00", Exit.NOT_FOUND, "no image 00"),
+}
+
+
+def _flip(path: Path, position: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[position] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def base(streamd: "Streamd", image: Path, snapshot: str) -> Path:
+    """Give the directory that the table's command lines speak of; the snapshot `web-1` is there."""
+    base = streamd.base
+    (base / "empty").mkdir()
+    (base / "bad.toml").write_text("colour = 3\n")
+    shutil.copytree(image, base / "image")
+    for name in ("damaged", "flipped"):
+        streamd.ok("push", image, f"file://{base}/store", "--id", name)
+    _flip(base / "store" / "damaged" / "manifest", 100)
+    [pack] = (base / "store" / "flipped" / "packs").rglob("00000000")
+    _flip(pack, pack.stat().st_size // 2)
+    return base
+
+
+def test_every_bad_day_has_its_exit_code_and_says_what_is_wrong(streamd: "Streamd", base: Path) -> None:
+    # One test for the whole table: its store takes longer to make than most rows to run.
+    wrong = []
+    for name, (line, exit_code, text) in BAD_DAYS.items():
+        result = streamd.run(*line.format(base=base).split(" "), "--json")
+        try:
+            [stdout_line] = result.stdout.splitlines()
+            error = json.loads(stdout_line)["error"]
+            assert result.returncode == error["exit_code"] == exit_code
+            assert text in error["message"]
+            assert error["message"] in result.stderr
+            assert "Traceback" not in result.stderr
+        except (AssertionError, ValueError, KeyError) as problem:
+            wrong.append(f"{name}: {problem!r}\n{result}")
+    assert not wrong, "\n\n".join(wrong)
+    assert not any((base / "empty").iterdir())
+
+
+@pytest.mark.parametrize(
+    "line",
+    ["ls gs://bucket/x", "inspect gs://bucket/x/web-1", "mount gs://bucket/x/web-1 {base}/empty", "gc gs://bucket/x"],
+)
+def test_a_store_that_is_out_of_reach_is_given_up_after_its_time(streamd: "Streamd", line: str) -> None:
+    (streamd.base / "empty").mkdir()
+    with closing(socket.socket()) as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        emulator = f"http://127.0.0.1:{taken.getsockname()[1]}"
+        arguments = line.format(base=streamd.base).split(" ")
+        result = streamd.run(*arguments, "--json", "--store-timeout", "500ms", env={"STORAGE_EMULATOR_HOST": emulator})
+    assert result.returncode == json.loads(result.stdout)["error"]["exit_code"] == Exit.UNREACHABLE, result
+
+
+@pytest.mark.parametrize("as_json", [False, True], ids=["text", "JSON"])
+def test_an_interrupted_push_says_how_to_go_on(streamd: "Streamd", image: Path, as_json: bool) -> None:
+    # The store answers so late that the push is certainly at work when the signal comes.
+    command = streamd.arguments("push", image, f"file://{streamd.base}/store?latency=30s", "--id", "slow")
+    with subprocess.Popen(
+        command + ["--json"] * as_json, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stderr is not None
+        assert process.stderr.readline().startswith("snapshot slow, push ")
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    assert process.returncode == Exit.INTERRUPTED, stderr
+    if as_json:
+        assert json.loads(stdout)["error"]["kind"] == "interrupted"
+    else:
+        assert stdout == ""
+    assert "interrupted" in stderr
+    assert "Traceback" not in stderr
+
+
+def test_a_reader_that_goes_away_gets_no_traceback(streamd: "Streamd", snapshot: str) -> None:
+    read_fd, write_fd = os.pipe()
+    os.close(read_fd)
+    result = subprocess.run(
+        streamd.arguments("ls", snapshot.rpartition("/")[0]), stdout=write_fd, stderr=subprocess.PIPE, text=True
+    )
+    os.close(write_fd)
+    assert (result.returncode, result.stderr) == (Exit.FAILED, "")
+
+
+def test_a_bug_is_one_object_and_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from streamd import cli
+
+    def bug(*_: object, **__: object) -> None:
+        raise ZeroDivisionError("here")
+
+    broken: Callable[..., object] = bug
+    monkeypatch.setattr(cli.cli, "main", broken)
+    with pytest.raises(ZeroDivisionError):
+        cli.run(["ls", "--json"])
+    error = json.loads(capsys.readouterr().out)["error"]
+    assert (error["kind"], error["message"]) == ("internal", "ZeroDivisionError: here")

@@ -1,0 +1,211 @@
+"""A mount from its command to its end, in the background and in the foreground, with real processes."""
+
+import json
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from streamd.daemon.background import log_path, start
+from streamd.daemon.relay import RelayedError
+from streamd.errors import Exit, StreamdError
+from streamd.fuse import mountinfo
+
+if TYPE_CHECKING:
+    from tests.cli.conftest import Streamd
+
+LIMIT_S = 120.0
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process does; a hang is a failure."""
+    end_s = time.monotonic() + LIMIT_S
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.fixture
+def mountpoint(streamd: "Streamd") -> Path:
+    directory = streamd.base / "mnt"
+    directory.mkdir()
+    return directory
+
+
+def test_mount_returns_when_it_serves_and_umount_when_it_is_gone(
+    streamd: "Streamd", snapshot: str, image: Path, mountpoint: Path
+) -> None:
+    mounted = streamd.ok("mount", snapshot, mountpoint)
+    assert mounted["mountpoint"] == str(mountpoint)
+    assert {file.name: file.read_bytes() for file in mountpoint.iterdir()} == {
+        file.name: file.read_bytes() for file in image.iterdir()
+    }
+    log = Path(mounted["log"])
+    assert log.stat().st_mode & 0o777 == 0o600
+    assert "mount serves" in [json.loads(line)["event"] for line in log.read_text().splitlines()]
+
+    [status] = streamd.ok("status")["mounts"]
+    assert (status["mountpoint"], status["pid"]) == (str(mountpoint), mounted["pid"])
+    assert streamd.ok("status", mountpoint)["snapshot"] == "web-1"
+    assert str(mountpoint) in streamd.run("status").stdout
+    assert "image_bytes" in streamd.run("status", mountpoint).stdout
+    [cached] = streamd.ok("cache", "ls")["images"]
+    assert str(mounted["pid"]) in cached["owner"]
+    assert streamd.refused("cache", "clear", "--digest", cached["digest"])["exit_code"] == Exit.REFUSED
+
+    assert streamd.ok("umount", mountpoint) == {"mountpoint": str(mountpoint), "how": "asked"}
+    # No waiting: the mount, the process and its hold on the cache are gone already.
+    assert mountinfo.topmost(str(mountpoint)) is None
+    assert not is_running(mounted["pid"])
+    assert streamd.ok("status")["mounts"] == []
+    assert streamd.ok("cache", "verify")["images"][0]["bad_chunks"] == []
+    assert [image["digest"] for image in streamd.ok("cache", "clear")["removed"]] == [cached["digest"]]
+    assert streamd.ok("cache", "ls")["images"] == []
+
+
+def test_umount_names_who_has_a_file_open_and_force_does_not_ask(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    streamd.ok("mount", snapshot, mountpoint)
+    with closing(os.fdopen(os.open(mountpoint / "pages.img", os.O_RDONLY), "rb")):
+        error = streamd.refused("umount", mountpoint)
+        assert (error["exit_code"], error["openers"][0]["pid"]) == (Exit.REFUSED, os.getpid())
+        assert error["openers"][0]["file"] == "pages.img"
+        handle = error["openers"][0]["handle"]
+        assert streamd.refused("fail", mountpoint, "--handle", str(handle + 512))["exit_code"] == Exit.NOT_FOUND
+        assert streamd.ok("fail", mountpoint, "--handle", str(handle))["failed_handles"] == 1
+        streamd.ok("umount", "--force", mountpoint)
+    assert mountinfo.topmost(str(mountpoint)) is None
+
+
+def test_a_mount_whose_process_was_killed_is_seen_taken_away_and_made_again(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    def kill(pid: int) -> None:
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: not is_running(pid))
+
+    kill(streamd.ok("mount", snapshot, mountpoint)["pid"])
+    status = streamd.ok("status")
+    assert status["mounts"] == []
+    assert str(mountpoint) in status["dead_mountpoints"]
+    kill(streamd.ok("mount", snapshot, mountpoint)["pid"])  # with no manual step
+    assert streamd.ok("umount", mountpoint)["how"] == "stale"
+    assert mountinfo.topmost(str(mountpoint)) is None
+
+
+def test_a_second_mount_on_the_mountpoint_or_the_cache_is_refused(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    streamd.ok("mount", snapshot, mountpoint)
+    assert "in use" in streamd.refused("mount", snapshot, mountpoint)["message"]
+    (streamd.base / "other").mkdir()
+    error = streamd.refused("mount", snapshot, streamd.base / "other")
+    assert error["exit_code"] == Exit.REFUSED
+    assert str(mountpoint) in error["message"]
+    streamd.ok("mount", snapshot, streamd.base / "other", "--no-cache")
+    assert len(streamd.ok("status")["mounts"]) == 2
+
+
+def test_a_stopped_process_does_not_hang_the_commands_and_force_unmounts_without_it(
+    streamd: "Streamd", snapshot: str, mountpoint: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streamd.daemon import control_client, unmounting
+
+    pid = streamd.ok("mount", snapshot, mountpoint)["pid"]
+    monkeypatch.setattr(control_client, "UMOUNT_WAIT_S", 0.2)
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(control_client.NoAnswer, match="--force unmounts without it"):
+            unmounting.unmount(str(mountpoint), run_directory=streamd.base / "run", force=False)
+        assert mountinfo.topmost(str(mountpoint)) is not None
+        unmounting.unmount(str(mountpoint), run_directory=streamd.base / "run", force=True)
+        assert mountinfo.topmost(str(mountpoint)) is None
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_mount_in_the_foreground_ends_on_a_signal(
+    streamd: "Streamd", snapshot: str, mountpoint: Path, number: signal.Signals
+) -> None:
+    command = streamd.arguments("mount", snapshot, mountpoint, "--foreground", "--json")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline())["pid"] == process.pid
+        process.send_signal(number)
+        stdout, stderr = process.communicate(timeout=LIMIT_S)
+    assert stdout == ""
+    assert "Traceback" not in stderr
+    assert mountinfo.topmost(str(mountpoint)) is None
+
+
+def test_an_interrupted_mount_command_takes_its_process_with_it(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    # So slow a store that the mount can't serve before the signal comes.
+    command = streamd.arguments("mount", f"{snapshot}?latency=60s", mountpoint, "--no-cache")
+    log = log_path(streamd.base / "log", str(mountpoint))
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        sockets = streamd.base / "run" / "mounts"
+        until(lambda: sockets.is_dir() and any(sockets.glob("*.sock")))
+        [child] = [int(pid) for pid in Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()]
+        process.send_signal(signal.SIGINT)
+        process.communicate(timeout=LIMIT_S)
+    assert process.returncode == Exit.INTERRUPTED
+    assert not is_running(child)
+    assert mountinfo.topmost(str(mountpoint)) is None
+    assert log.exists()
+
+
+def test_a_process_that_ends_without_a_word_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
+    log = tmp_path / "x.log"
+    log.write_text("of a former life\n")
+    with pytest.raises(StreamdError, match=r"ended with exit code 2 before it served(.|\n)*No such option") as dead:
+        start(lambda _: ["mount", "--colour"], log=log, wait_s=LIMIT_S)
+    assert "former life" not in str(dead.value)
+
+
+def test_the_processs_own_error_is_the_commands_error(streamd: "Streamd", mountpoint: Path) -> None:
+    with pytest.raises(RelayedError, match="no snapshot web-9") as refused:
+        start(
+            lambda fd: [
+                "--config",
+                str(streamd.config),
+                "mount",
+                "--ready-fd",
+                str(fd),
+                f"file://{streamd.base}/store/web-9",
+                str(mountpoint),
+            ],
+            log=streamd.base / "log" / "x.log",
+            wait_s=LIMIT_S,
+        )
+    assert refused.value.exit_code == Exit.NOT_FOUND
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [("/a/b", "/a-b"), ("/a b", "/a/b"), ("/ä", "/ö"), ("/" + "x" * 200, "/" + "x" * 201), ("/", "/.")],
+)
+def test_logs_of_different_mountpoints_are_different_files_of_one_directory(one: str, other: str) -> None:
+    logs = {log_path(Path("/log"), mountpoint) for mountpoint in (one, other)}
+    assert len(logs) == 2
+    for log in logs:
+        assert log.parent == Path("/log")
+        assert len(log.name) < 128
+        assert log.name.isascii()
