@@ -19,7 +19,7 @@ from streamd.daemon.control import ControlSocket, FailSelector, Opener
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
 from streamd.daemon.sockets import is_served, socket_path
-from streamd.errors import NotFound, Refused, Unreachable
+from streamd.errors import NotFound, Refused, StreamdError, Unreachable
 from streamd.fuse import mounting, session
 from streamd.fuse.mounting import FuseMount
 from streamd.serve.handles import Handle
@@ -39,6 +39,8 @@ _MEMORY_LOOK_S = 2.0
 _MEMORY_STEP_BYTES = 32 << 20
 # An unmount or an abort needs nothing of the server; longer than this, and the kernel is stuck.
 _END_TIMEOUT_S = 5.0
+# Reads that were failed are answered in milliseconds, 128 of them, too.
+_ANSWER_TIMEOUT_S = 1.0
 
 
 def run_mount(options: MountOptions, ready: Callable[[dict[str, object]], None]) -> None:
@@ -182,8 +184,24 @@ class _Mount:
             await trio.sleep(0.05)
         done.cancel()
 
+    def _unmount(self) -> None:
+        """Take the mount away, in a thread, and end the connection. Raises: `Refused` when something is open.
+
+        A mount namespace that was made meanwhile holds a copy of the mount (a sandbox with a writable rootfs does, for
+        as long as it lives), and with it the connection.
+        """
+        mounting.unmount(self._mount.mountpoint, self._mount.device)
+        try:
+            mounting.abort_connection(self._mount.connection_id)
+        except StreamdError as error:
+            log.warning("the connection lives on in other mount namespaces", reason=str(error))
+
     async def _abort(self) -> None:
         self._image.fail(_every, "the mount is going away")
+        # The answers first: a read that the abort finds unanswered ends in ECONNABORTED, which says less than EIO.
+        with trio.move_on_after(_ANSWER_TIMEOUT_S, shield=True):
+            while any(handle.pending for name in self._image.files for handle in self._image.openers(name)):
+                await trio.sleep(0.001)
         with trio.move_on_after(_END_TIMEOUT_S, shield=True):
             await trio.to_thread.run_sync(
                 mounting.abort, self._mount.mountpoint, self._mount.device, abandon_on_cancel=True
@@ -227,9 +245,7 @@ class _Mount:
             try:
                 # Shielded: the unmount ends `pyfuse3.main`, and with it everything here, before it has returned.
                 with trio.move_on_after(_END_TIMEOUT_S, shield=True):
-                    await trio.to_thread.run_sync(
-                        mounting.unmount, self._mount.mountpoint, self._mount.device, abandon_on_cancel=True
-                    )
+                    await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
             except Refused:  # a working directory in it, or a file opened in this moment
                 open_handles = [handle for name in self._image.files for handle in self._image.openers(name)]
                 if not open_handles:

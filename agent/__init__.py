@@ -1,0 +1,1 @@
+"""Commands, daemon and library of the node agent."""

@@ -1,0 +1,531 @@
+"""Drive runsc: one method per command, explicit time-outs, failures as `RunscError` with runsc's own words.
+
+The shell around `arguments.py`: it starts processes and reads what they say; it decides nothing. What a caller must
+know:
+
+- **Standard streams.** The process that calls `create`, `run` or `restore` gives the container its standard streams, so
+  runsc can't report errors there; they go to a memory file that every call hands over as `--log-fd`. Containers of a
+  restored sandbox other than the first take theirs from `start`. Use pipes: with a regular file the offset of the saved
+  container is kept.
+- **Ids.** runsc takes any unambiguous prefix for an id. Each method here first asks for the container's state and
+  refuses when the answer is another container's. Ids of one root must not be prefixes of each other (take UUIDs).
+- **Interrupts.** runsc gets its own process group, so a Ctrl-C on the terminal reaches the caller alone. A call that
+  changes something is never abandoned half-way: an exception in the caller waits `_SETTLE_S` for it first. What is left
+  after a killed call (a sandbox without a state file) is found by `remove_root`.
+
+All methods block; call them from a thread where a Trio loop runs.
+"""
+
+import contextlib
+import ctypes
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+from agent.errors import AgentError
+from agent.runtime import arguments
+from agent.runtime.arguments import GlobalOptions
+
+# A verb that creates or changes a sandbox took up to 1 s in trials, a checkpoint of 0.5 GB 2–4 s; a hang is what these
+# detect.
+_QUICK_S = 30.0
+_CHANGE_S = 120.0
+_SAVE_S = 900.0
+# How long an interrupted caller waits for a runsc command that is in the middle of a change.
+_SETTLE_S = 10.0
+_MNT_DETACH = 2
+
+_CONTAINER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
+
+
+class RunscError(AgentError):
+    """runsc refused or failed. `verb`, `container_id` (may be empty), `exit_code`, `messages`: its errors, in order."""
+
+    def __init__(self, verb: str, container_id: str, exit_code: int, messages: Sequence[str]) -> None:
+        said = "; ".join(messages) or f"exit code {exit_code}, no message"
+        super().__init__(f"runsc {verb} {container_id}: {said}".replace(" :", ":"))
+        self.verb, self.container_id, self.exit_code, self.messages = verb, container_id, exit_code, tuple(messages)
+
+
+class NoSuchContainer(RunscError):
+    """There is no container of exactly this id in this root."""
+
+
+class RunscTimeout(RunscError):
+    """runsc did not answer in time; it was killed, what it was doing may go on inside the sandbox."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stdio:
+    """File descriptors for a container's standard streams; the sandbox gets copies, the caller closes its own."""
+
+    stdin: int = subprocess.DEVNULL
+    stdout: int = subprocess.DEVNULL
+    stderr: int = subprocess.DEVNULL
+
+
+@dataclass(frozen=True, slots=True)
+class ContainerState:
+    """What `runsc state` says: `status` (creating, created, running, paused, stopped), the sandbox's `pid` or 0."""
+
+    container_id: str
+    status: str
+    pid: int
+    bundle: Path
+
+
+@dataclass(frozen=True, slots=True)
+class ExecResult:
+    """How a command that was executed in a container ended."""
+
+    exit_code: int
+    stdout: bytes
+    stderr: bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Runsc:
+    """runsc at `binary`, with the options that hold for all of its containers."""
+
+    binary: Path
+    options: GlobalOptions
+
+    # What this binary is
+
+    def version(self) -> str:
+        """Give the version that runsc writes into images: a release label; `VERSION_MISSING` from `go install`."""
+        first = self._call("--version", arguments.version(), timeout_s=_QUICK_S).stdout.decode().partition("\n")[0]
+        return first.removeprefix("runsc version ").strip()
+
+    def has_background(self) -> bool:
+        """Say whether this runsc can restore in the background."""
+        done = self._call("help", arguments.help_for("restore"), timeout_s=_QUICK_S, check=False)
+        return b"-background" in done.stdout + done.stderr
+
+    def cpu_features(self) -> frozenset[str]:
+        """Give the CPU features of this host, as an image records them."""
+        said = self._call("cpu-features", arguments.cpu_features(), timeout_s=_QUICK_S).stdout.decode()
+        return frozenset(name.strip() for name in said.replace("\n", ",").split(",") if name.strip())
+
+    # The life of a container
+
+    def create(self, container_id: str, bundle: Path, stdio: Stdio = Stdio(), *, timeout_s: float = _CHANGE_S) -> None:
+        """Create a sandbox, or a container in the sandbox that the bundle names; nothing runs in it yet."""
+        self._call("create", arguments.create(container_id, bundle), container_id, stdio=stdio, timeout_s=timeout_s)
+
+    def start(self, container_id: str, stdio: Stdio = Stdio(), *, timeout_s: float = _CHANGE_S) -> None:
+        """Start a created container.
+
+        In a sandbox that is being restored this restores it, and the pod's last one sets the whole pod going.
+        """
+        self._require("start", container_id)
+        self._call("start", arguments.start(container_id), container_id, stdio=stdio, timeout_s=timeout_s)
+
+    def run(self, container_id: str, bundle: Path, stdio: Stdio = Stdio(), *, timeout_s: float = _CHANGE_S) -> None:
+        """Create and start, and return while it runs."""
+        vector = arguments.run(container_id, bundle, detach=True)
+        self._call("run", vector, container_id, stdio=stdio, timeout_s=timeout_s)
+
+    def checkpoint(
+        self,
+        container_id: str,
+        image_dir: Path,
+        *,
+        leave_running: bool = True,
+        exclude_committed_zero_pages: bool = True,
+        direct: bool = False,
+        timeout_s: float = _SAVE_S,
+    ) -> None:
+        """Save the container's whole sandbox into `image_dir`, which runsc makes; its files must not exist.
+
+        Without `leave_running` the sandbox is killed even when the save fails. Nothing is synced to disk.
+        """
+        self._require("checkpoint", container_id)
+        vector = arguments.checkpoint(
+            container_id,
+            image_dir,
+            leave_running=leave_running,
+            exclude_committed_zero_pages=exclude_committed_zero_pages,
+            direct=direct,
+        )
+        self._call("checkpoint", vector, container_id, timeout_s=timeout_s)
+
+    def restore(
+        self,
+        container_id: str,
+        bundle: Path,
+        image_dir: Path,
+        stdio: Stdio = Stdio(),
+        *,
+        background: bool = True,
+        direct: bool = False,
+        timeout_s: float = _SAVE_S,
+    ) -> None:
+        """Restore a new or a created container and return when it runs; with `background`, while its memory still
+        loads.
+
+        The first container of a pod of several returns at once, and nothing runs until the last of the others was
+        started. A failure kills the sandbox: this container can't be started any more.
+        """
+        vector = arguments.restore(container_id, bundle, image_dir, background=background, direct=direct, detach=True)
+        self._call("restore", vector, container_id, stdio=stdio, timeout_s=timeout_s)
+
+    def wait(self, container_id: str, *, timeout_s: float) -> int:
+        """Wait for the container's process and give its exit code (128 + n for signal n); see `waiter`."""
+        with self.waiter(container_id) as waiter:
+            return waiter.result(timeout_s=timeout_s)
+
+    def waiter(self, container_id: str) -> "Waiter":
+        """Start to wait for the container's process, now.
+
+        The exit code of a sandbox's first process is lost when nobody waits for it while it ends: start the waiter when
+        it runs.
+        """
+        self._require("wait", container_id)
+        call = self._start("wait", arguments.wait(container_id), container_id)
+        try:
+            call.until_connected()
+        except BaseException:
+            call.end()
+            raise
+        return Waiter(container_id, call)
+
+    def wait_restore(self, container_id: str, *, timeout_s: float) -> None:
+        """Wait until all memory is loaded: from then on the image is not needed any more and its files are closed."""
+        self._require("wait --restore", container_id)
+        vector = arguments.wait_restore(container_id)
+        self._call("wait --restore", vector, container_id, timeout_s=timeout_s, settle_s=0)
+
+    def wait_checkpoint(self, container_id: str, *, timeout_s: float) -> None:
+        """Wait for the next checkpoint to end, whoever asks for it; a failed one raises."""
+        self._require("wait --checkpoint", container_id)
+        vector = arguments.wait_checkpoint(container_id)
+        self._call("wait --checkpoint", vector, container_id, timeout_s=timeout_s, settle_s=0)
+
+    def pause(self, container_id: str, *, timeout_s: float = _CHANGE_S) -> None:
+        """Stop all tasks of the sandbox."""
+        self._require("pause", container_id)
+        self._call("pause", arguments.pause(container_id), container_id, timeout_s=timeout_s)
+
+    def resume(self, container_id: str, *, timeout_s: float = _CHANGE_S) -> None:
+        """Let a paused sandbox go on."""
+        self._require("resume", container_id)
+        self._call("resume", arguments.resume(container_id), container_id, timeout_s=timeout_s)
+
+    def kill(
+        self, container_id: str, signal_name: str = "KILL", *, everything: bool = False, timeout_s: float = _CHANGE_S
+    ) -> None:
+        """Signal the container's first process, or all; a sandbox that waits for a read of its image dies after it."""
+        self._require("kill", container_id)
+        vector = arguments.kill(container_id, signal_name, everything=everything)
+        self._call("kill", vector, container_id, timeout_s=timeout_s)
+
+    def delete(self, container_id: str, *, force: bool = False, timeout_s: float = _CHANGE_S) -> None:
+        """Remove a stopped container; with `force`, stop it first, and a container that isn't there is no error."""
+        try:
+            found = self._require("delete", container_id)
+        except NoSuchContainer:
+            if force:
+                return
+            raise
+        vector = arguments.delete(container_id, force=force)
+        try:
+            self._call("delete", vector, container_id, timeout_s=timeout_s)
+        except RunscError:
+            # The sandbox may be ending by itself: runsc still sees its process, and can't talk to it any more.
+            if not force or not found.pid or not _ends(found.pid, within_s=_SETTLE_S):
+                raise
+            self._call("delete", vector, container_id, timeout_s=timeout_s)
+
+    def exec(
+        self,
+        container_id: str,
+        argv: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        timeout_s: float = _CHANGE_S,
+    ) -> ExecResult:
+        """Run a command in a running container and give how it ended.
+
+        Raises: RunscError when runsc could not run it; the command's own exit code is a result.
+        """
+        self._require("exec", container_id)
+        vector = arguments.execute(container_id, argv, env=env or {}, cwd=cwd)
+        done = self._call("exec", vector, container_id, timeout_s=timeout_s, check=False)
+        if done.returncode and done.messages:
+            raise RunscError("exec", container_id, done.returncode, done.messages)
+        return ExecResult(done.returncode, done.stdout, done.stderr)
+
+    # What there is
+
+    def state(self, container_id: str) -> ContainerState:
+        """Say how a container is.
+
+        Raises: NoSuchContainer, also when `container_id` is only a prefix of another's.
+        """
+        return self._require("state", container_id)
+
+    def list(self) -> tuple[ContainerState, ...]:
+        """Give all containers of this root, in no order."""
+        said = self._call("list", arguments.list_containers(), timeout_s=_QUICK_S).stdout
+        found = json.loads(said or b"null") or []
+        return tuple(ContainerState(c["id"], c["status"], c["pid"], Path(c["bundle"])) for c in found)
+
+    def debug_log(self, container_id: str) -> str:
+        """Give what the sandbox `container_id` has written to the debug log so far; empty without a debug log
+        directory.
+
+        runsc names those files after time and command only, so the sandbox's is known by its first lines, which hold
+        its arguments.
+        """
+        if self.options.debug_log_dir is None:
+            return ""
+        logs = []
+        for path in sorted(self.options.debug_log_dir.glob("*.boot.txt")):
+            text = path.read_text(errors="replace")
+            if re.search(rf"(?<![\w.+-]){re.escape(container_id)}(?![\w.+-])", text[:16384]):
+                logs.append(text)
+        return "".join(logs)
+
+    def remove_root(self, *, deadline_s: float = 30.0) -> None:
+        """Remove everything that belongs to this root: containers, stray sandbox processes, runsc's namespace mount,
+        the directory.
+
+        Does what can be done, in an order that works after any interruption, and then raises the first problem.
+        """
+        problems: list[Exception] = []
+        root = self.options.root
+        if root.is_dir():
+            try:
+                for container in self.list():
+                    with _collect(problems):
+                        self.delete(container.container_id, force=True, timeout_s=deadline_s)
+            except AgentError as error:
+                problems.append(error)
+        until = time.monotonic() + deadline_s
+        # A sandbox whose `create` was killed has no state file; its command line names the root (gVisor
+        # config.ToFlags).
+        while strays := list(_processes_of(root)):
+            for pid in strays:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+            if time.monotonic() > until:
+                problems.append(AgentError(f"{root}: processes {strays} can't be killed"))
+                break
+            time.sleep(0.02)
+        # `--network=none` binds an empty network namespace to this file, once or (started at the same time) several
+        # times on top of each other (gVisor specutils/namespace.go).
+        while _unmount(root / "null-netns"):
+            pass
+        with _collect(problems):
+            if root.exists():
+                shutil.rmtree(root)
+        if problems:
+            raise problems[0]
+
+    # The shell itself
+
+    def _require(self, verb: str, container_id: str) -> ContainerState:
+        done = self._call("state", arguments.state(container_id), container_id, timeout_s=_QUICK_S, check=False)
+        if done.returncode:
+            absent = any("does not exist" in m or "not exist" in m for m in done.messages)
+            kind = NoSuchContainer if absent else RunscError
+            raise kind(verb, container_id, done.returncode, done.messages)
+        found = _object("state", container_id, done.stdout)
+        if found["id"] != container_id:
+            raise NoSuchContainer(verb, container_id, 1, [f"no such container (but {found['id']})"])
+        return ContainerState(found["id"], found["status"], found["pid"], Path(found["bundle"]))
+
+    def _call(
+        self,
+        verb: str,
+        vector: Sequence[str],
+        container_id: str = "",
+        *,
+        stdio: Stdio | None = None,
+        timeout_s: float,
+        settle_s: float = _SETTLE_S,
+        check: bool = True,
+    ) -> "_Done":
+        """Run runsc once. `stdio`: given, the container's; None, nothing on stdin and the output is captured."""
+        call = self._start(verb, vector, container_id, stdio=stdio)
+        try:
+            done = call.finish(timeout_s=timeout_s)
+        except RunscTimeout:
+            raise
+        except BaseException:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                call.process.wait(settle_s)
+            raise
+        finally:
+            call.end()
+        if check and done.returncode:
+            said = done.messages or tuple(filter(None, [done.stderr.decode(errors="replace").strip()]))
+            raise RunscError(verb, container_id, done.returncode, said)
+        return done
+
+    def _start(
+        self, verb: str, vector: Sequence[str], container_id: str, *, stdio: Stdio | None = None
+    ) -> "_RunningCall":
+        if container_id and not _CONTAINER_ID.fullmatch(container_id):
+            raise ValueError(f"not a container id: {container_id!r}")
+        log_fd = os.memfd_create(f"runsc-{verb.split()[0]}-log", os.MFD_CLOEXEC)
+        try:
+            # By a path and not by --log-fd: runsc hands a path on to the processes that it starts, so their errors are
+            # here too.
+            log = f"/proc/{os.getpid()}/fd/{log_fd}"
+            process = subprocess.Popen(
+                [self.binary, *arguments.global_flags(self.options), *arguments.log_flags(log), *vector],
+                stdin=subprocess.DEVNULL if stdio is None else stdio.stdin,
+                stdout=subprocess.PIPE if stdio is None else stdio.stdout,
+                stderr=subprocess.PIPE if stdio is None else stdio.stderr,
+                process_group=0,
+            )
+        except BaseException:
+            os.close(log_fd)
+            raise
+        return _RunningCall(verb, container_id, process, log_fd)
+
+
+@dataclass(slots=True)
+class _RunningCall:
+    """A runsc process under way; `end` must follow."""
+
+    verb: str
+    container_id: str
+    process: subprocess.Popen[bytes]
+    log_fd: int
+
+    def finish(self, *, timeout_s: float) -> "_Done":
+        try:
+            stdout, stderr = self.process.communicate(timeout=timeout_s)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            messages = [f"no answer in {timeout_s:g} s", *_messages(self.log_fd)]
+            raise RunscTimeout(self.verb, self.container_id, -1, messages) from None
+        return _Done(self.process.returncode, stdout or b"", stderr or b"", tuple(_messages(self.log_fd)))
+
+    def until_connected(self) -> None:
+        """Wait until the process talks to the sandbox (it has a socket then, its only one) or has ended."""
+        until = time.monotonic() + _QUICK_S
+        while self.process.poll() is None and time.monotonic() < until:
+            with contextlib.suppress(OSError):  # it ended, or closed one meanwhile
+                descriptors = f"/proc/{self.process.pid}/fd"
+                if any(os.readlink(f"{descriptors}/{fd}").startswith("socket:") for fd in os.listdir(descriptors)):
+                    return
+            time.sleep(0.002)
+
+    def end(self) -> None:
+        """Kill the process if it still runs, reap it, close what belongs to the call."""
+        if self.process.poll() is None:
+            self.process.kill()
+        for stream in (self.process.stdout, self.process.stderr):
+            if stream is not None:
+                stream.close()
+        self.process.wait()
+        if self.log_fd >= 0:
+            os.close(self.log_fd)
+            self.log_fd = -1
+
+
+class Waiter:
+    """Waits for a container's process from the moment on that it was made; a context manager."""
+
+    def __init__(self, container_id: str, call: _RunningCall) -> None:
+        self._container_id = container_id
+        self._call = call
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._call.end()
+
+    def result(self, *, timeout_s: float) -> int:
+        """Give the exit code (128 + n for signal n); once.
+
+        Raises: RunscTimeout while the process runs on, RunscError when the sandbox took the exit code with it.
+        """
+        done = self._call.finish(timeout_s=timeout_s)
+        if done.returncode:
+            raise RunscError("wait", self._container_id, done.returncode, done.messages)
+        return int(_object("wait", self._container_id, done.stdout)["exitStatus"])
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    returncode: int
+    stdout: bytes
+    stderr: bytes
+    messages: tuple[str, ...]
+
+
+def _messages(log_fd: int) -> Iterator[str]:
+    """Read runsc's errors from its log: JSON objects back to back, with or without newlines between them."""
+    text = os.pread(log_fd, 1 << 20, 0).decode(errors="replace")
+    decoder = json.JSONDecoder()
+    position = 0
+    while (position := text.find("{", position)) >= 0:
+        try:
+            found, position = decoder.raw_decode(text, position)
+        except ValueError:
+            return
+        if isinstance(found, dict) and found.get("level") in ("error", "fatal", "panic"):
+            yield str(found.get("msg", "")).strip()
+
+
+def _object(verb: str, container_id: str, said: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(said)
+    except ValueError:
+        found = None
+    if not isinstance(found, dict):
+        raise RunscError(verb, container_id, 0, [f"unexpected answer {said[:200]!r}"])
+    return found
+
+
+def _ends(pid: int, *, within_s: float) -> bool:
+    until = time.monotonic() + within_s
+    while time.monotonic() < until:
+        try:
+            os.kill(pid, 0)
+        except ProcessLookupError:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+def _processes_of(root: Path) -> Iterator[int]:
+    wanted = f"--root={root}".encode()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with contextlib.suppress(OSError):
+                vector = (entry / "cmdline").read_bytes().split(b"\0")
+                if wanted in vector and vector[0].rpartition(b"/")[2].startswith(b"runsc"):
+                    yield int(entry.name)
+
+
+def _unmount(path: Path) -> bool:
+    """Detach the topmost mount at `path`; False when nothing is mounted there."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    return bool(libc.umount2(os.fsencode(path), _MNT_DETACH) == 0)
+
+
+@contextlib.contextmanager
+def _collect(problems: list[Exception]) -> Iterator[None]:
+    try:
+        yield
+    except (AgentError, OSError) as error:
+        problems.append(error)
