@@ -3,10 +3,9 @@
 The shell around `arguments.py`: it starts processes and reads what they say; it decides nothing. What a caller must
 know:
 
-- **Standard streams.** The process that calls `create`, `run` or `restore` gives the container its standard streams, so
-  runsc can't report errors there; they go to a memory file that every call hands over as `--log-fd`. Containers of a
-  restored sandbox other than the first take theirs from `start`. Use pipes: with a regular file the offset of the saved
-  container is kept.
+- **Standard streams.** The process that calls `create`, `run` or `restore` gives the container its standard streams.
+  Containers of a restored sandbox other than the first take theirs from `start`. Use pipes: with a regular file the
+  offset of the saved container is kept.
 - **Ids.** runsc takes any unambiguous prefix for an id. Each method here first asks for the container's state and
   refuses when the answer is another container's. Ids of one root must not be prefixes of each other (take UUIDs).
 - **Interrupts.** runsc gets its own process group, so a Ctrl-C on the terminal reaches the caller alone. A call that
@@ -29,11 +28,33 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from agent.errors import AgentError
 from agent.runtime import arguments
 from agent.runtime.arguments import GlobalOptions
+from agent.runtime.calling import (
+    NO_STDIO,
+    Done,
+    NoSuchContainer,
+    RunningCall,
+    RunscError,
+    RunscTimeout,
+    Stdio,
+    parsed_object,
+    start_call,
+)
+
+__all__ = [
+    "ContainerState",
+    "ExecResult",
+    "NoSuchContainer",
+    "Runsc",
+    "RunscError",
+    "RunscTimeout",
+    "Stdio",
+    "Waiter",
+]
 
 # A verb that creates or changes a sandbox took up to 1 s in trials, a checkpoint of 0.5 GB 2–4 s; a hang is what these
 # detect.
@@ -45,32 +66,6 @@ _SETTLE_S = 10.0
 _MNT_DETACH = 2
 
 _CONTAINER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
-
-
-class RunscError(AgentError):
-    """runsc refused or failed. `verb`, `container_id` (may be empty), `exit_code`, `messages`: its errors, in order."""
-
-    def __init__(self, verb: str, container_id: str, exit_code: int, messages: Sequence[str]) -> None:
-        said = "; ".join(messages) or f"exit code {exit_code}, no message"
-        super().__init__(f"runsc {verb} {container_id}: {said}".replace(" :", ":"))
-        self.verb, self.container_id, self.exit_code, self.messages = verb, container_id, exit_code, tuple(messages)
-
-
-class NoSuchContainer(RunscError):
-    """There is no container of exactly this id in this root."""
-
-
-class RunscTimeout(RunscError):
-    """runsc did not answer in time; it was killed, what it was doing may go on inside the sandbox."""
-
-
-@dataclass(frozen=True, slots=True)
-class Stdio:
-    """File descriptors for a container's standard streams; the sandbox gets copies, the caller closes its own."""
-
-    stdin: int = subprocess.DEVNULL
-    stdout: int = subprocess.DEVNULL
-    stderr: int = subprocess.DEVNULL
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,11 +113,11 @@ class Runsc:
 
     # The life of a container
 
-    def create(self, container_id: str, bundle: Path, stdio: Stdio = Stdio(), *, timeout_s: float = _CHANGE_S) -> None:
+    def create(self, container_id: str, bundle: Path, stdio: Stdio = NO_STDIO, *, timeout_s: float = _CHANGE_S) -> None:
         """Create a sandbox, or a container in the sandbox that the bundle names; nothing runs in it yet."""
         self._call("create", arguments.create(container_id, bundle), container_id, stdio=stdio, timeout_s=timeout_s)
 
-    def start(self, container_id: str, stdio: Stdio = Stdio(), *, timeout_s: float = _CHANGE_S) -> None:
+    def start(self, container_id: str, stdio: Stdio = NO_STDIO, *, timeout_s: float = _CHANGE_S) -> None:
         """Start a created container.
 
         In a sandbox that is being restored this restores it, and the pod's last one sets the whole pod going.
@@ -130,7 +125,7 @@ class Runsc:
         self._require("start", container_id)
         self._call("start", arguments.start(container_id), container_id, stdio=stdio, timeout_s=timeout_s)
 
-    def run(self, container_id: str, bundle: Path, stdio: Stdio = Stdio(), *, timeout_s: float = _CHANGE_S) -> None:
+    def run(self, container_id: str, bundle: Path, stdio: Stdio = NO_STDIO, *, timeout_s: float = _CHANGE_S) -> None:
         """Create and start, and return while it runs."""
         vector = arguments.run(container_id, bundle, detach=True)
         self._call("run", vector, container_id, stdio=stdio, timeout_s=timeout_s)
@@ -164,7 +159,7 @@ class Runsc:
         container_id: str,
         bundle: Path,
         image_dir: Path,
-        stdio: Stdio = Stdio(),
+        stdio: Stdio = NO_STDIO,
         *,
         background: bool = True,
         direct: bool = False,
@@ -341,7 +336,7 @@ class Runsc:
             absent = any("does not exist" in m or "not exist" in m for m in done.messages)
             kind = NoSuchContainer if absent else RunscError
             raise kind(verb, container_id, done.returncode, done.messages)
-        found = _object("state", container_id, done.stdout)
+        found = parsed_object("state", container_id, done.stdout)
         if found["id"] != container_id:
             raise NoSuchContainer(verb, container_id, 1, [f"no such container (but {found['id']})"])
         return ContainerState(found["id"], found["status"], found["pid"], Path(found["bundle"]))
@@ -356,7 +351,7 @@ class Runsc:
         timeout_s: float,
         settle_s: float = _SETTLE_S,
         check: bool = True,
-    ) -> "_Done":
+    ) -> Done:
         """Run runsc once. `stdio`: given, the container's; None, nothing on stdin and the output is captured."""
         call = self._start(verb, vector, container_id, stdio=stdio)
         try:
@@ -374,74 +369,16 @@ class Runsc:
             raise RunscError(verb, container_id, done.returncode, said)
         return done
 
-    def _start(
-        self, verb: str, vector: Sequence[str], container_id: str, *, stdio: Stdio | None = None
-    ) -> "_RunningCall":
+    def _start(self, verb: str, vector: Sequence[str], container_id: str, *, stdio: Stdio | None = None) -> RunningCall:
         if container_id and not _CONTAINER_ID.fullmatch(container_id):
             raise ValueError(f"not a container id: {container_id!r}")
-        log_fd = os.memfd_create(f"runsc-{verb.split()[0]}-log", os.MFD_CLOEXEC)
-        try:
-            # By a path and not by --log-fd: runsc hands a path on to the processes that it starts, so their errors are
-            # here too.
-            log = f"/proc/{os.getpid()}/fd/{log_fd}"
-            process = subprocess.Popen(
-                [self.binary, *arguments.global_flags(self.options), *arguments.log_flags(log), *vector],
-                stdin=subprocess.DEVNULL if stdio is None else stdio.stdin,
-                stdout=subprocess.PIPE if stdio is None else stdio.stdout,
-                stderr=subprocess.PIPE if stdio is None else stdio.stderr,
-                process_group=0,
-            )
-        except BaseException:
-            os.close(log_fd)
-            raise
-        return _RunningCall(verb, container_id, process, log_fd)
-
-
-@dataclass(slots=True)
-class _RunningCall:
-    """A runsc process under way; `end` must follow."""
-
-    verb: str
-    container_id: str
-    process: subprocess.Popen[bytes]
-    log_fd: int
-
-    def finish(self, *, timeout_s: float) -> "_Done":
-        try:
-            stdout, stderr = self.process.communicate(timeout=timeout_s)
-        except subprocess.TimeoutExpired:
-            self.process.kill()
-            messages = [f"no answer in {timeout_s:g} s", *_messages(self.log_fd)]
-            raise RunscTimeout(self.verb, self.container_id, -1, messages) from None
-        return _Done(self.process.returncode, stdout or b"", stderr or b"", tuple(_messages(self.log_fd)))
-
-    def until_connected(self) -> None:
-        """Wait until the process talks to the sandbox (it has a socket then, its only one) or has ended."""
-        until = time.monotonic() + _QUICK_S
-        while self.process.poll() is None and time.monotonic() < until:
-            with contextlib.suppress(OSError):  # it ended, or closed one meanwhile
-                descriptors = f"/proc/{self.process.pid}/fd"
-                if any(os.readlink(f"{descriptors}/{fd}").startswith("socket:") for fd in os.listdir(descriptors)):
-                    return
-            time.sleep(0.002)
-
-    def end(self) -> None:
-        """Kill the process if it still runs, reap it, close what belongs to the call."""
-        if self.process.poll() is None:
-            self.process.kill()
-        for stream in (self.process.stdout, self.process.stderr):
-            if stream is not None:
-                stream.close()
-        self.process.wait()
-        if self.log_fd >= 0:
-            os.close(self.log_fd)
-            self.log_fd = -1
+        return start_call(self.binary, self.options, verb, vector, container_id, stdio=stdio)
 
 
 class Waiter:
     """Waits for a container's process from the moment on that it was made; a context manager."""
 
-    def __init__(self, container_id: str, call: _RunningCall) -> None:
+    def __init__(self, container_id: str, call: RunningCall) -> None:
         self._container_id = container_id
         self._call = call
 
@@ -461,39 +398,7 @@ class Waiter:
         done = self._call.finish(timeout_s=timeout_s)
         if done.returncode:
             raise RunscError("wait", self._container_id, done.returncode, done.messages)
-        return int(_object("wait", self._container_id, done.stdout)["exitStatus"])
-
-
-@dataclass(frozen=True, slots=True)
-class _Done:
-    returncode: int
-    stdout: bytes
-    stderr: bytes
-    messages: tuple[str, ...]
-
-
-def _messages(log_fd: int) -> Iterator[str]:
-    """Read runsc's errors from its log: JSON objects back to back, with or without newlines between them."""
-    text = os.pread(log_fd, 1 << 20, 0).decode(errors="replace")
-    decoder = json.JSONDecoder()
-    position = 0
-    while (position := text.find("{", position)) >= 0:
-        try:
-            found, position = decoder.raw_decode(text, position)
-        except ValueError:
-            return
-        if isinstance(found, dict) and found.get("level") in ("error", "fatal", "panic"):
-            yield str(found.get("msg", "")).strip()
-
-
-def _object(verb: str, container_id: str, said: bytes) -> dict[str, Any]:
-    try:
-        found = json.loads(said)
-    except ValueError:
-        found = None
-    if not isinstance(found, dict):
-        raise RunscError(verb, container_id, 0, [f"unexpected answer {said[:200]!r}"])
-    return found
+        return int(parsed_object("wait", self._container_id, done.stdout)["exitStatus"])
 
 
 def _ends(pid: int, *, within_s: float) -> bool:
