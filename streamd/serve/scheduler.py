@@ -228,13 +228,11 @@ class Scheduler:
     def _start_fetch(self, plan: GetPlan, *, demand: bool, fault: bool) -> None:
         assert self._nursery is not None
         progress = fetching.Progress(received=plan.start)
-        for frame in plan.frames:
-            flight = self._flights.get(frame.chunk)
-            if flight is None:
-                flight = self._flights[frame.chunk] = Flight(frame.chunk, Want.AHEAD)
+        flights = [self._flights.setdefault(frame.chunk, Flight(frame.chunk, Want.AHEAD)) for frame in plan.frames]
+        for flight in flights:
             flight.fetches += 1
             flight.progress = progress
-            self._queue.remove(frame.chunk)
+            self._queue.remove(flight.chunk)
         self._accountant.take(plan.raw_bytes)
         if demand:
             self._accountant.start_demand()
@@ -243,9 +241,11 @@ class Scheduler:
         else:
             self._background_running += 1
         self._running.add(progress)
-        self._nursery.start_soon(self._run_fetch, plan, progress, demand, fault)
+        self._nursery.start_soon(self._run_fetch, plan, flights, progress, demand, fault)
 
-    async def _run_fetch(self, plan: GetPlan, progress: fetching.Progress, demand: bool, fault: bool) -> None:
+    async def _run_fetch(
+        self, plan: GetPlan, flights: list[Flight], progress: fetching.Progress, demand: bool, fault: bool
+    ) -> None:
         token = trio.lowlevel.current_trio_token()
         left = {frame.chunk: frame.length for frame in plan.frames}
 
@@ -275,7 +275,7 @@ class Scheduler:
         finally:
             progress.stop = True
             self._running.discard(progress)
-            missing = list(left)
+            missing = [flight for flight in flights if flight.chunk in left]
             self._accountant.give(sum(left.values()))
             left.clear()  # an abandoned thread may still deliver: nothing is accounted for it any more
             if demand:
@@ -320,17 +320,17 @@ class Scheduler:
 
     # Failures
 
-    def _failed(self, chunks: list[int], error: StoreError) -> None:
+    def _failed(self, flights: list[Flight], error: StoreError) -> None:
         kind = error.store_kind
         self.last_failure = f"{kind}: {error}"
         self._stats.store_failures[kind] = self._stats.store_failures.get(kind, 0) + 1
-        log.info("fetch failed", kind=kind.value, error=str(error), chunks=len(chunks))
+        log.info("fetch failed", kind=kind.value, error=str(error), chunks=len(flights))
         now_s = trio.current_time()
         jitter = random.random()  # one for all chunks of a fetch, so that they come back as one
         again: dict[float, list[int]] = {}
-        for position, chunk in enumerate(chunks):
-            flight = self._flights.get(chunk)
-            if flight is None:
+        for position, flight in enumerate(flights):
+            chunk = flight.chunk
+            if self._flights.get(chunk) is not flight:  # another fetch brought it; who wants it now began anew
                 continue
             flight.fetches -= 1
             if flight.fetches or chunk in self._queue:

@@ -11,7 +11,7 @@ import trio.testing
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from bench.faults import Cut, Fail, Fault, FaultyStore
+from bench.faults import Cut, Fail, Fault, FaultyStore, Hang
 from streamd.config import FetchConfig
 from streamd.errors import StoreErrorKind
 from streamd.serve.handles import Handle, Opener, ReadFailed
@@ -228,7 +228,6 @@ def test_a_fault_is_fetched_before_the_stream_that_waits(saved: Any) -> None:
 
 
 async def test_chunks_below_a_stalled_byte_are_released(saved: Any) -> None:
-    from bench.faults import Hang
 
     store: FaultyStore = saved.faulty()
     image = saved.serve(store, inline=False, ahead=False, fetch=FetchConfig(background_gets=1, get_bytes=256 * KIB))
@@ -254,7 +253,6 @@ async def test_chunks_below_a_stalled_byte_are_released(saved: Any) -> None:
 
 
 async def test_reads_of_one_handle_can_be_failed_alone(saved: Any) -> None:
-    from bench.faults import Hang
 
     store: FaultyStore = saved.faulty()
     image = saved.serve(store, inline=False)

@@ -1,0 +1,251 @@
+"""The in-flight table under every order of events: fetches end, fail and overlap as the test says."""
+
+from collections.abc import Callable
+from typing import Any
+
+import trio
+import trio.testing
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from streamd.config import FetchConfig, PolicyConfig
+from streamd.errors import StoreError, StoreErrorKind
+from streamd.serve import fetch as fetching
+from streamd.serve.fetch import Progress
+from streamd.serve.handles import PendingRead
+from streamd.serve.memory import Accountant
+from streamd.serve.order import Want
+from streamd.serve.plan import FrameSpan, GetPlan, Layout
+from streamd.serve.policy import COURSES, Course
+from streamd.serve.residency import Residency
+from streamd.serve.scheduler import Scheduler
+from streamd.serve.stats import ServeStats
+
+KIB, MIB = 1 << 10, 1 << 20
+
+
+class Call:
+    """A fetch under way, whose course the test decides."""
+
+    def __init__(self, plan: GetPlan, progress: Progress, deliver: Callable[[FrameSpan, bytes], None]) -> None:
+        self.plan = plan
+        self.progress = progress
+        self._deliver = deliver
+        self._left = list(plan.frames)
+        self.over = trio.Event()
+        self.error: StoreError | None = None
+
+    def deliver_next(self) -> bool:
+        if not self._left:
+            return False
+        frame = self._left.pop(0)
+        self.progress.received = frame.end
+        self._deliver(frame, bytes(frame.length))
+        return True
+
+    def finish(self) -> None:
+        while self.deliver_next():
+            pass
+        self.over.set()
+
+    def fail(self, kind: StoreErrorKind) -> None:
+        if not self._left:
+            self.over.set()
+            return
+        self.error = StoreError(kind, "pack", "by the test")
+        self.over.set()
+
+
+class Bench:
+    """A scheduler whose blocking calls are `calls`."""
+
+    def __init__(self, saved: Any, *, ahead: bool, memory_bytes: int) -> None:
+        self.calls: list[Call] = []
+        self.layout = Layout(saved.pinned.manifest.table)
+        self.stored = [c for c in range(len(self.layout)) if not self.layout.is_zero(c)]
+        self.stats = ServeStats()
+        self.accountant = Accountant(memory_bytes, reserve_bytes=memory_bytes // 2)
+        self.residency = Residency(
+            self.layout, self.accountant, self.stats, cache=None, on_room=lambda: self.scheduler.kick()
+        )
+        self.scheduler = Scheduler(
+            saved.store,
+            saved.pinned.packs,
+            self.layout,
+            self.residency,
+            self.accountant,
+            self.stats,
+            fetch=FetchConfig(background_gets=2, get_bytes=128 * KIB, fault_gets=3),
+            policy=PolicyConfig(hold_s=60, credentials_wait_s=300),
+            ahead=ahead,
+            run_blocking=self._run,
+        )
+        self.reads: list[PendingRead] = []
+
+    async def _run(self, call: Callable[..., object], *args: Any, **_: object) -> None:
+        assert call is fetching.fetch
+        _store, _pinned, plan, progress, deliver = args
+        under_way = Call(plan, progress, deliver)
+        self.calls.append(under_way)
+        try:
+            await under_way.over.wait()
+            await settle()
+        finally:
+            self.calls.remove(under_way)
+        if under_way.error is not None:
+            raise under_way.error
+
+    def want(self, chunk: int, want: Want) -> PendingRead | None:
+        if self.residency.is_here(chunk):
+            return None
+        read = PendingRead(want, {chunk}, trio.current_time())
+        self.reads.append(read)
+        self.scheduler.want(chunk, want, read)
+        return read
+
+    def call_for(self, chunk: int) -> Call:
+        return next(call for call in self.calls if chunk in [frame.chunk for frame in call.plan.frames])
+
+    def check(self) -> None:
+        for flight in self.scheduler._flights.values():
+            assert flight.fetches >= 0
+        assert self.scheduler._faults_running <= 3
+        assert self.scheduler._background_running <= 2
+
+
+async def settle() -> None:
+    """Let everything that was told to Trio happen, and all tasks come to rest."""
+    told = trio.Event()
+    trio.lowlevel.current_trio_token().run_sync_soon(told.set)
+    await told.wait()
+
+
+def in_virtual_time(test: Callable[[], Any]) -> None:
+    async def limited() -> None:
+        with trio.fail_after(4000):
+            await test()
+
+    trio.run(limited, clock=trio.testing.MockClock(autojump_threshold=0))
+
+
+actions = st.lists(
+    st.one_of(
+        st.tuples(st.just("want"), st.integers(0, 30), st.sampled_from([Want.FAULT, Want.STREAM])),
+        st.tuples(st.just("deliver"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("finish"), st.integers(0, 9), st.none()),
+        st.tuples(st.just("fail"), st.integers(0, 9), st.sampled_from(StoreErrorKind)),
+        st.tuples(st.just("evict"), st.just(0), st.none()),
+        st.tuples(st.just("wait"), st.sampled_from([0, 1, 70]), st.none()),
+    ),
+    max_size=60,
+)
+
+
+@given(steps=actions, ahead=st.booleans(), memory_kib=st.sampled_from([64, 1024]), far=st.booleans())
+@settings(max_examples=150, deadline=None)
+def test_every_wait_ends_and_all_memory_is_given_back(
+    saved: Any, steps: list[tuple[str, int, Any]], ahead: bool, memory_kib: int, far: bool
+) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=ahead, memory_bytes=memory_kib * KIB)
+        if far:  # faults join nothing that is under way
+            bench.scheduler._is_too_far = lambda flight: flight.want == Want.FAULT  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            may_fail = False
+            for action, number, extra in steps:
+                call = bench.calls[number % len(bench.calls)] if bench.calls else None
+                match action:
+                    case "want":
+                        bench.want(bench.stored[number * 5 % len(bench.stored)], extra)
+                    case "deliver" if call:
+                        call.deliver_next()
+                    case "finish" if call:
+                        call.finish()
+                    case "fail" if call:
+                        may_fail |= COURSES[extra] != Course.WAIT_FOREVER
+                        call.fail(extra)
+                    case "evict":
+                        bench.residency.shed(1 << 30, unread_too=True)
+                        bench.scheduler.kick()
+                    case "wait":
+                        await trio.sleep(number)
+                await settle()
+                await trio.testing.wait_all_tasks_blocked()
+                bench.check()
+            # From now on the store is well: whatever is asked is answered, and so every wait ends.
+            while not all(read.done.is_set() for read in bench.reads):
+                for call in list(bench.calls):
+                    call.finish()
+                await trio.sleep(0.5)
+            assert may_fail or all(read.failure is None for read in bench.reads)
+            while bench.calls:
+                for call in list(bench.calls):
+                    call.finish()
+                await trio.sleep(0.5)
+                bench.residency.shed(1 << 30, unread_too=True)
+                bench.scheduler.kick()
+            bench.residency.shed(1 << 30, unread_too=True)
+            assert bench.accountant.held_bytes == 0
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_a_late_failure_of_an_old_fetch_does_not_lose_a_new_wait_for_its_chunk(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=False, memory_bytes=MIB)
+        bench.scheduler._is_too_far = lambda flight: flight.want == Want.FAULT  # type: ignore[method-assign]
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            chunk = bench.stored[50]
+            bench.want(chunk, Want.STREAM)
+            await trio.testing.wait_all_tasks_blocked()
+            old = bench.call_for(chunk)
+            bench.want(chunk, Want.FAULT)
+            await trio.testing.wait_all_tasks_blocked()
+            (own,) = [call for call in bench.calls if call is not old]
+            own.finish()
+            await trio.testing.wait_all_tasks_blocked()
+            await settle()
+            assert all(read.done.is_set() for read in bench.reads)
+            bench.residency.shed(1 << 30, unread_too=True)
+            anew = bench.want(chunk, Want.FAULT)
+            await trio.testing.wait_all_tasks_blocked()
+            old.fail(StoreErrorKind.TRANSIENT)
+            await trio.sleep(10)
+            (latest,) = bench.calls
+            latest.fail(StoreErrorKind.TRANSIENT)
+            await trio.sleep(10)
+            for call in bench.calls:
+                call.finish()
+            await settle()
+            await trio.testing.wait_all_tasks_blocked()
+            assert anew is not None
+            assert anew.done.is_set()
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_a_fault_goes_before_the_stream_and_the_stream_before_what_nobody_asked_for(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=True, memory_bytes=8 * MIB)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            await trio.testing.wait_all_tasks_blocked()
+            assert len(bench.calls) == 2  # ahead, from the beginning
+            stream, fault = bench.stored[120], bench.stored[150]
+            bench.want(stream, Want.STREAM)
+            bench.want(fault, Want.FAULT)
+            await trio.testing.wait_all_tasks_blocked()
+            fault_call = bench.call_for(fault)  # at once: its capacity is its own
+            assert [frame.chunk for frame in fault_call.plan.frames] == [fault]
+            assert not any(stream in [f.chunk for f in call.plan.frames] for call in bench.calls)
+            bench.calls[0].finish()
+            await settle()
+            await trio.testing.wait_all_tasks_blocked()
+            assert bench.call_for(stream).plan.frames[0].chunk == stream
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
