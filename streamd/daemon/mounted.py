@@ -155,11 +155,18 @@ class _Mount:
 
     async def _end_on_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Let the first signal wait a while for files to be closed, a second one not; then fail what still waits."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
+        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
             task_status.started()
             async for number in signals:
                 self.is_interrupted = number == signal.SIGINT
-                log.info("ending on a signal", signal=signal.Signals(number).name, openers=len(self._image.openers()))
+                openers = self._image.openers()
+                log.info("ending on a signal", signal=signal.Signals(number).name, openers=len(openers))
+                if openers:
+                    log.warning(
+                        "in use: waiting for the files to be closed; a second signal fails the reads that wait",
+                        wait_s=self._options.config.policy.umount_wait_s,
+                        commands=sorted({f"{h.opener.command} (pid {h.opener.pid})" for h in openers}),
+                    )
                 break
             with trio.move_on_after(self._options.config.policy.umount_wait_s):
                 async with trio.open_nursery() as nursery:

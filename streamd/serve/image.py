@@ -304,6 +304,7 @@ class ServedImage:
             "store_failures": dict(stats.store_failures),
             "last_failure": self._scheduler.last_failure,
             "waiting_chunks": self._scheduler.waiting_chunks,
+            "prefetch_waits_for": self._scheduler.ahead_waits_for,
             "failed_reads": stats.failed_reads,
             "memory_bytes": self._accountant.held_bytes,
             "memory_peak_bytes": self._accountant.peak_bytes,

@@ -183,11 +183,15 @@ class Residency:
             log.warning("cached chunk is damaged, fetching it again", chunk=chunk)
 
     def shed(self, size: int, *, unread_too: bool) -> None:
-        """Give back at least `size` held bytes, as far as that is possible: those that were read, oldest first."""
+        """Give back at least `size` held bytes, as far as that is possible.
+
+        What was read leaves first, the oldest before others; then what wasn't, the latest first: it was fetched
+        furthest ahead, and the stream comes from below.
+        """
         pools = (self._read, self._unread) if unread_too else (self._read,)
         for pool in pools:
             while size > 0 and pool:
-                _, data = pool.popitem(last=False)
+                _, data = pool.popitem(last=pool is self._unread)
                 self._stats.cache_dropped_chunks += self._cache is not None
                 size -= len(data)
                 self._accountant.give(len(data))

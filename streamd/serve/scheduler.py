@@ -89,7 +89,9 @@ class Scheduler:
         self._ahead_cursor = 0
         self._ahead_paused = False
         self._ahead_failures = 0
-        self._given_up: set[int] = set()
+        # Never again ahead of a read: what came once, was read and left memory, and what can't be had.
+        self._not_ahead = bytearray(len(layout))
+        self.ahead_waits_for: str | None = None
         self._flights: dict[int, Flight] = {}
         self._queue = WantQueue()
         self._arrivals = 0
@@ -189,30 +191,40 @@ class Scheduler:
         return self._background_running < self._fetch.background_gets
 
     def _start_ahead(self) -> bool:
-        if not self._ahead or self._ahead_paused or self._residency.is_behind or not self._has_capacity(Want.AHEAD):
+        if not self._ahead or not self._has_capacity(Want.AHEAD):
             return False
-        while self._ahead_cursor < len(self._layout):
-            if self._may_go_ahead(self._ahead_cursor):
-                break
+        while self._ahead_cursor < len(self._layout) and not self._may_go_ahead(self._ahead_cursor):
             self._ahead_cursor += 1
-        else:
+        if self._ahead_cursor == len(self._layout):
+            self.ahead_waits_for = None
             return False
         plan = self._plan(self._ahead_cursor, wanted=self._may_go_ahead, get_bytes=self._fetch.get_bytes)
-        if not self._accountant.has_room_ahead(plan.raw_bytes):
-            self._residency.shed(self._accountant.shortage_ahead(plan.raw_bytes), unread_too=False)
-            if not self._accountant.has_room_ahead(plan.raw_bytes):
-                return False
+        self.ahead_waits_for = self._obstacle_ahead(plan)
+        if self.ahead_waits_for is not None:
+            return False
         for frame in plan.frames:
             self._flights[frame.chunk] = Flight(frame.chunk, Want.AHEAD)
         self._ahead_cursor = plan.frames[-1].chunk + 1
         self._start_fetch(plan, demand=False, fault=False)
         return True
 
+    def _obstacle_ahead(self, plan: GetPlan) -> str | None:
+        """Say what what nobody has asked for has to wait for, None for nothing."""
+        if self._ahead_paused:
+            return "the store"
+        if self._residency.is_behind:
+            return "the cache disk"
+        if not self._accountant.has_room_ahead(plan.raw_bytes):
+            self._residency.shed(self._accountant.shortage_ahead(plan.raw_bytes), unread_too=False)
+            if not self._accountant.has_room_ahead(plan.raw_bytes):
+                return "memory: what was fetched has to be read first"
+        return None
+
     def _plan(self, chunk: int, *, wanted: Callable[[int], bool], get_bytes: int) -> GetPlan:
         return self._layout.plan(chunk, wanted=wanted, get_bytes=get_bytes, raw_bytes=RAW_BYTES_MAX)
 
     def _may_go_ahead(self, chunk: int) -> bool:
-        return self._residency.is_absent(chunk) and chunk not in self._flights and chunk not in self._given_up
+        return self._residency.is_absent(chunk) and chunk not in self._flights and not self._not_ahead[chunk]
 
     def _is_fault(self, chunk: int) -> bool:
         key = self._queue.key(chunk)
@@ -303,7 +315,7 @@ class Scheduler:
             self._accountant.give(len(data))
         else:
             self._residency.keep(chunk, data)
-        self._given_up.discard(chunk)
+        self._not_ahead[chunk] = 1
         if flight is not None:
             _arrive(flight, data)
             if flight.readers:
@@ -358,7 +370,7 @@ class Scheduler:
         """Give up a chunk that nobody waits for; go ahead from it again, later, if that may help."""
         del self._flights[chunk]
         if kind not in _PASSING:
-            self._given_up.add(chunk)
+            self._not_ahead[chunk] = 1
             return
         self._ahead_cursor = min(self._ahead_cursor, chunk)
         if not self._ahead_paused:

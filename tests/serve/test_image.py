@@ -228,28 +228,46 @@ def test_a_fault_is_fetched_before_the_stream_that_waits(saved: Any) -> None:
 
 
 async def test_chunks_below_a_stalled_byte_are_released(saved: Any) -> None:
-
     store: FaultyStore = saved.faulty()
     image = saved.serve(store, inline=False, ahead=False, fetch=FetchConfig(background_gets=1, get_bytes=256 * KIB))
-    async with running(image) as handle:
-        hang = store.add(Fault(Hang(at_byte=40 * KIB), operation="read", times=None))
-        offset = first_stored(image, from_chunk=40)
-        got: list[int] = []
+    layout, base = image._layout, image.files["pages.img"].base
+    # Eight chunks that one GET brings.
+    plans = (
+        layout.plan(chunk, wanted=lambda _: True, get_bytes=1 << 20, raw_bytes=8 * CHUNK)
+        for chunk in range(60, len(layout))
+        if not layout.is_zero(chunk)
+    )
+    plan = next(plan for plan in plans if len(plan.frames) == 8)
+    got: list[int] = []
 
-        async def one(index: int) -> None:
-            start = offset + index * CHUNK
-            assert await read(image, handle, start, CHUNK) == saved.content[start : start + CHUNK]
+    async with running(image) as handle:
+
+        async def one(index: int, start: int) -> None:
+            assert await read(image, handle, start, KIB) == saved.content[start : start + KIB]
             got.append(index)
 
-        async with trio.open_nursery() as nursery:
-            for index in range(24):
-                nursery.start_soon(one, index)
-            with trio.fail_after(20):
-                while len(got) < 2:
-                    await trio.sleep(0.01)
-            assert len(got) < 24
-            store.remove(hang)
-        assert sorted(got) == list(range(24))
+        with trio.fail_after(30):
+            async with trio.open_nursery() as nursery:
+                # Something else keeps the only background GET busy until all eight are wanted.
+                busy = store.add(Fault(Hang(), operation="read"))
+                nursery.start_soon(one, 99, first_stored(image))
+                await until(lambda: store.hanging == 1)
+                for index, frame in enumerate(plan.frames):
+                    nursery.start_soon(one, index, layout.start[frame.chunk] - base)
+                    await trio.testing.wait_all_tasks_blocked()
+                stall = store.add(Fault(Hang(at_byte=plan.frames[3].start - plan.start + 10), operation="read"))
+                store.remove(busy)
+                await until(lambda: len(got) == 4)
+                await until(lambda: store.hanging == 1)
+                assert sorted(got) == [0, 1, 2, 99]
+                store.remove(stall)
+        assert sorted(got) == [*range(8), 99]
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Wait for what threads bring about; the test's own deadline bounds it."""
+    while not condition():
+        await trio.sleep(0.005)
 
 
 async def test_reads_of_one_handle_can_be_failed_alone(saved: Any) -> None:

@@ -249,3 +249,32 @@ def test_a_fault_goes_before_the_stream_and_the_stream_before_what_nobody_asked_
             nursery.cancel_scope.cancel()
 
     in_virtual_time(test)
+
+
+def test_what_was_read_and_has_left_memory_is_not_fetched_again_ahead_of_anybody(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=True, memory_bytes=256 * KIB)
+        brought: list[int] = []
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            for chunk in bench.stored:
+                read = bench.want(chunk, Want.STREAM)
+                while read is not None and not read.done.is_set():
+                    for call in list(bench.calls):
+                        brought += [frame.chunk for frame in call.plan.frames]
+                        call.finish()
+                    await settle()
+                    await trio.testing.wait_all_tasks_blocked()
+                bench.residency.touched(chunk)
+            for _ in range(20):
+                for call in list(bench.calls):
+                    brought += [frame.chunk for frame in call.plan.frames]
+                    call.finish()
+                await trio.sleep(1)
+                bench.residency.shed(1 << 30, unread_too=True)
+                bench.scheduler.kick()
+            nursery.cancel_scope.cancel()
+        assert set(brought) == set(bench.stored)
+        assert len(brought) <= 1.02 * len(bench.stored)
+
+    in_virtual_time(test)

@@ -1,0 +1,219 @@
+"""Chaos: a store and a cache disk that fail at random under two readers like runsc, mount after mount.
+
+Only right bytes, or what the policy says: a round whose faults all pass is read to the end without an error; a round
+whose faults may not pass may fail reads with EIO; a round that kills the mount may fail them with what the kernel says
+then. Never a wrong byte, never a read that stays, never an exception in a log.
+
+Minutes: STREAMD_CHAOS_S (seconds), else ten with STREAMD_STRESS=full, else one. The seed is in the output, and
+STREAMD_CHAOS_SEED repeats it, as far as threads let it.
+"""
+
+import os
+import random
+import signal
+import time
+from collections.abc import Iterator
+from enum import Enum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from bench.fault_proxy import Action, Cut, Delay, Extra, FaultProxy, Flip, Hang, Rule, Status
+from bench.mounts import FaultyDisk, LiveMount, Mounts, Reader
+from streamd.fuse import mountinfo
+
+if TYPE_CHECKING:
+    from tests.stress.conftest import Snapshot
+
+MIB = 1 << 20
+# Waits of the policy, short, so that a round with faults that don't pass ends in seconds.
+_POLICY = 'hold_s = "1s"\ncredentials_wait_s = "2s"'
+# After the last fault everything is answered within the longest back-off (5 s) and a silent connection's 10 s.
+_SETTLE_LIMIT_S = 90.0
+
+
+class Kind(Enum):
+    """What a round does, and so what its readers may see."""
+
+    PASSING = "faults that pass"
+    LASTING = "faults that may outlast the policy"
+    KILL = "kill -9"
+
+
+ALLOWED = {
+    Kind.PASSING: set[str](),
+    Kind.LASTING: {"EIO"},
+    Kind.KILL: {"EIO", "ECONNABORTED", "ENOTCONN"},
+}
+
+
+class Weather:
+    """Makes faults at random, on the wire and on the cache's disk, and takes them away again."""
+
+    def __init__(self, dice: random.Random, proxy: FaultProxy, disk: FaultyDisk, kind: Kind) -> None:
+        self._dice = dice
+        self._proxy = proxy
+        self._disk = disk
+        self._kind = kind
+        self._rules: list[tuple[float, Rule]] = []
+        self._refusing_until_s = 0.0
+        self._disk_until_s = 0.0
+        self._flips_left = 1
+
+    def change(self, now_s: float) -> None:
+        """Take away what has lasted, and add something now and then."""
+        for until_s, rule in tuple(self._rules):
+            if now_s >= until_s:
+                self._proxy.remove(rule)
+                self._rules.remove((until_s, rule))
+        if self._refusing_until_s and now_s >= self._refusing_until_s:
+            self._proxy.accept()
+            self._refusing_until_s = 0.0
+        if self._disk_until_s and now_s >= self._disk_until_s:
+            self._disk_is_well()
+        match self._dice.random():
+            case x if x < 0.05 and not self._refusing_until_s:
+                self._proxy.refuse()
+                self._refusing_until_s = now_s + self._dice.uniform(0.05, 1.0)
+            case x if x < 0.10 and not self._disk_until_s:
+                self._disk.set(self._dice.choice(["read", "write"]), self._dice.choice(["eio", "hang"]))
+                self._disk_until_s = now_s + self._dice.uniform(0.1, 4.0)
+            case x if x < 0.5:
+                rule = Rule(self._action(), times=self._dice.randint(1, 6))
+                if isinstance(rule.action, Flip):
+                    rule.times = 1
+                self._rules.append((now_s + self._dice.uniform(0.1, 2.0), self._proxy.add(rule)))
+
+    def clear(self) -> None:
+        """Let everything be well."""
+        self._proxy.clear()
+        self._proxy.accept()
+        self._rules.clear()
+        self._refusing_until_s = 0.0
+        self._disk_is_well()
+
+    def _disk_is_well(self) -> None:
+        for operation in ("read", "write"):
+            self._disk.set(operation, "ok")
+        self._disk_until_s = 0.0
+
+    def _action(self) -> Action:
+        dice = self._dice
+        at = dice.choice([0, 1, -1, dice.randrange(1, 4 * MIB)])
+        passing: list[Action] = [
+            Status(dice.choice([500, 502, 503, 504, 429, 408])),
+            Cut(at),
+            Extra(dice.randint(1, 100_000)),
+            Hang(max(0, at)),
+            Delay(dice.uniform(0.01, 0.5), max(0, at)),
+        ]
+        if self._kind is Kind.LASTING:
+            passing += [Status(dice.choice([401, 403, 404])), Flip(max(0, at)), Flip(max(0, at))]
+        elif self._flips_left and dice.random() < 0.1:  # once a round: the policy refetches a chunk once
+            self._flips_left -= 1
+            return Flip(max(0, at))
+        return dice.choice(passing)
+
+
+@pytest.fixture
+def seed() -> int:
+    """Choose a seed, or take the one that is to be repeated."""
+    return int(os.environ.get("STREAMD_CHAOS_SEED") or random.SystemRandom().randrange(1 << 32))
+
+
+@pytest.fixture
+def mounts() -> Iterator[Mounts]:
+    """Give what starts mounts, with the policy's short waits."""
+    with Mounts() as starting:
+        starting.configure(policy=_POLICY)
+        yield starting
+
+
+def test_chaos_gives_right_bytes_or_what_the_policy_says(
+    mounts: Mounts, snapshot: "Snapshot", proxy: FaultProxy, seed: int, tmp_path: Path, is_full: bool
+) -> None:
+    duration_s = float(os.environ.get("STREAMD_CHAOS_S") or (600 if is_full else 60))
+    print(f"STREAMD_CHAOS_SEED={seed}, {duration_s:g} s")
+    dice = random.Random(seed)
+    rounds = dict.fromkeys(Kind, 0)
+    with FaultyDisk(tmp_path / "backing", mounts.cache_directory) as disk:
+        ends_s = time.monotonic() + duration_s
+        while time.monotonic() < ends_s:
+            kind = dice.choices(list(Kind), [6, 3, 2])[0]
+            _round(dice, kind, mounts, snapshot, proxy, disk)
+            _rot(dice, tmp_path / "backing")
+            rounds[kind] += 1
+    print({kind.value: count for kind, count in rounds.items()}, f"{proxy.reads} reads of the store")
+    assert sum(rounds.values()) > 1
+    assert not [entry for entry in mountinfo.read() if entry.mountpoint.startswith(str(mounts.base))]
+
+
+def _round(
+    dice: random.Random, kind: Kind, mounts: Mounts, snapshot: "Snapshot", proxy: FaultProxy, disk: FaultyDisk
+) -> None:
+    """Mount, let two readers read everything in bad weather, let it clear up, and look at what they got."""
+    weather = Weather(dice, proxy, disk, kind)
+    environment = {"STORAGE_EMULATOR_HOST": proxy.address}
+    cache_max = dice.choice(["1GiB", "1GiB", "16MiB"])
+    prefetch = dice.choice(["none", "all"])
+    context = f"{kind.value}, prefetch {prefetch}, cache {cache_max}"
+    with mounts.start(snapshot.gs_url, env=environment, prefetch=prefetch, options=["--cache-max", cache_max]) as mount:
+        try:
+            weather.change(time.monotonic())
+            readers = [mount.reader(snapshot.pages, go_on=kind is Kind.LASTING) for _ in range(2)]
+            mount.until(lambda status: _have_opened(readers, status))
+            _bad_weather(dice, weather, readers, kill=mount if kind is Kind.KILL else None)
+        finally:
+            weather.clear()
+        for reader in readers:
+            outcome = reader.outcome(_SETTLE_LIMIT_S)
+            names = {name for _, name in outcome.errors}
+            assert outcome.wrong == outcome.short == [], context
+            assert names <= ALLOWED[kind], context
+            if not outcome.errors:
+                assert outcome.right_bytes == snapshot.pages.stat().st_size, context
+        assert mount.complaints() == [], context
+        if kind is not Kind.KILL:
+            _is_calm_again(mounts, mount, snapshot.pages)
+
+
+def _have_opened(readers: list[Reader], status: dict[str, Any]) -> bool:
+    pids = {handle["pid"] for handle in status["handles"]}
+    return all(reader.pid in pids or reader.is_done() for reader in readers)
+
+
+def _bad_weather(dice: random.Random, weather: Weather, readers: list[Reader], *, kill: LiveMount | None) -> None:
+    """Change the weather until the readers are done, or for a few seconds."""
+    ends_s = time.monotonic() + dice.uniform(1.0, 6.0)
+    kill_at_s = time.monotonic() + dice.uniform(0.05, 1.0)
+    while (now_s := time.monotonic()) < ends_s and not all(reader.is_done() for reader in readers):
+        weather.change(now_s)
+        if kill is not None and now_s >= kill_at_s:
+            kill.signal(signal.SIGKILL)
+            return
+        time.sleep(dice.uniform(0.0, 0.1))
+
+
+def _is_calm_again(mounts: Mounts, mount: LiveMount, pages: Path) -> None:
+    """Read everything without weather, and unmount."""
+    outcome = mount.reader(pages).outcome(_SETTLE_LIMIT_S)
+    assert outcome.is_clean
+    assert outcome.right_bytes == pages.stat().st_size
+    result = mounts.run("umount", mount.mountpoint)
+    assert result.returncode == 0, result.stderr
+    assert mount.wait() == 0
+
+
+def _rot(dice: random.Random, backing: Path) -> None:
+    """Flip some bits in what is cached, or throw it away; no mount has it open now."""
+    for data in backing.rglob("data"):
+        if dice.random() < 0.3:
+            os.truncate(data.with_name("resident"), 0)
+        with data.open("r+b") as file:
+            for _ in range(dice.randint(0, 5)):
+                at = dice.randrange(data.stat().st_size)
+                file.seek(at)
+                byte = (file.read(1) or b"\0")[0]
+                file.seek(at)
+                file.write(bytes([byte ^ 1 << dice.randrange(8)]))
