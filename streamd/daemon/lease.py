@@ -5,12 +5,12 @@ A courtesy, never a condition: a node that may only read a bucket mounts all the
 
 import hashlib
 import json
+import os
 import socket
 
 import structlog
 import trio
 
-from streamd.errors import StoreError
 from streamd.snapshot.names import lease_key
 from streamd.store.port import Condition, ObjectInfo, Store
 
@@ -23,7 +23,7 @@ _GIVE_BACK_S = 2.0
 
 def holder_name(mountpoint: str) -> str:
     """Name a mount on this host: two mounts of one snapshot must not end each other's lease."""
-    return f"{socket.gethostname()}-{hashlib.sha256(mountpoint.encode()).hexdigest()[:8]}"
+    return f"{socket.gethostname()}-{hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:8]}"
 
 
 async def hold_lease(store: Store, snapshot_id: str, mountpoint: str) -> None:
@@ -38,7 +38,7 @@ async def hold_lease(store: Store, snapshot_id: str, mountpoint: str) -> None:
                 held = await trio.to_thread.run_sync(
                     lambda: store.put(key, content, condition=Condition.ANY), abandon_on_cancel=True
                 )
-            except StoreError as error:
+            except Exception as error:  # a courtesy must never end a mount
                 level = log.debug if reported else log.info
                 level("no lease in the store: an rm elsewhere can't know of this mount", reason=str(error))
                 reported = True
@@ -51,5 +51,5 @@ async def hold_lease(store: Store, snapshot_id: str, mountpoint: str) -> None:
                     await trio.to_thread.run_sync(
                         lambda: store.delete(key, generation=generation), abandon_on_cancel=True
                     )
-                except StoreError as error:
+                except Exception as error:
                     log.debug("lease was not given back", reason=str(error))

@@ -21,6 +21,10 @@ READ_BYTES = 256 << 10
 MISSING_BYTES_MAX = (SLOTS - 1) * READ_BYTES
 # A fault's window is at most 32 MiB, 128 reads (gVisor mm/address_space.go:mapASLocked); more than this is the stream.
 RUN_READS = 160
+# Reads of runsc begin and end at pages; other readers' are rounded to them, so that no reader can make the set large.
+PAGE_BYTES = 4096
+# Ranges that a set keeps apart. A load has a few hundred; whoever makes more loses only exactness, at the lowest ones.
+RANGES_MAX = 8192
 # How far from a run's highest byte a read may begin and still continue it: reads are held up by two windows at times.
 RUN_REACH_BYTES = 2 * MISSING_BYTES_MAX
 # Runs that are followed at the same time: the stream and a few faulting threads.
@@ -37,7 +41,7 @@ class Ranges:
         self._ends: list[int] = []
 
     def add(self, start: int, end: int) -> None:
-        """Add [start, end)."""
+        """Add [start, end); when the ranges become too many, the lower half is taken as one."""
         low = bisect_left(self._ends, start)
         high = bisect_right(self._starts, end)
         if low < high:
@@ -45,6 +49,10 @@ class Ranges:
             end = max(end, self._ends[high - 1])
         self._starts[low:high] = [start]
         self._ends[low:high] = [end]
+        if len(self._starts) > RANGES_MAX:
+            half = len(self._starts) // 2
+            del self._starts[1:half]
+            del self._ends[: half - 1]
 
     def missing_exceeds(self, floor: int, below: int, limit: int) -> bool:
         """Tell whether more than `limit` bytes of [floor, below) are not in the set.
@@ -95,6 +103,8 @@ class ReadClassifier:
 
     def classify(self, start: int, end: int) -> Want:
         """Class of a read of [start, end), which is then remembered as asked for."""
+        start -= start % PAGE_BYTES
+        end += -end % PAGE_BYTES
         is_fault = self._asked.missing_exceeds(self._floor, start, MISSING_BYTES_MAX)
         self._asked.add(start, end)
         self._follow(start, end)

@@ -15,6 +15,11 @@ from streamd.serve.plan import FrameSpan, GetPlan
 from streamd.snapshot.frames import Decoder, FrameCorrupt
 from streamd.store.port import Buffer, ObjectInfo, Store
 
+# A try that brought less than this was hardly worth its request; the next one waits, so that a store (or something on
+# the way) that cuts every body early isn't asked hundreds of times a second.
+_WORTHWHILE_BYTES = 64 << 10
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
 _RESUMABLE = (StoreErrorKind.TRANSIENT, StoreErrorKind.THROTTLED)
 _local = threading.local()
 
@@ -84,6 +89,7 @@ def fetch(
     Raises: `StoreError`, of kind CORRUPT when a frame is not what its checksum says; what was delivered before stays.
     """
     frames = _Frames(plan, deliver)
+    pause_s = _FIRST_PAUSE_S
     began_s = time.monotonic()
     while progress.received < plan.end and not progress.stop:
         before = progress.received
@@ -98,6 +104,9 @@ def fetch(
         else:
             if progress.received == before and not progress.stop:
                 raise StoreError(StoreErrorKind.TRANSIENT, pinned.key, "the body was empty")
+        if progress.received < plan.end and progress.received - before < _WORTHWHILE_BYTES and not progress.stop:
+            time.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     progress.took_s = time.monotonic() - began_s
 
 

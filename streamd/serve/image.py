@@ -34,6 +34,7 @@ log = structlog.get_logger()
 
 _ZEROS = memoryview(bytes(1 << 20))
 _WATCH_S = 0.5
+_LOAD_BYTES = 1 << 20
 # Kept for reads that somebody waits for, whatever prefetch does: both halves of one window of 128 × 256 KiB.
 _DEMAND_RESERVE_BYTES = 64 << 20
 
@@ -70,10 +71,8 @@ class ServedImage:
             for file in manifest.files
             if file.name in IMAGE_FILES
         }
-        small_bytes = sum(file.size for file in self.files.values() if file.name != PAGES)
-        cap_bytes = config.memory_max_bytes + small_bytes
+        cap_bytes = config.memory_max_bytes
         self._accountant = Accountant(cap_bytes, reserve_bytes=min(_DEMAND_RESERVE_BYTES, cap_bytes // 2))
-        self._accountant.take(small_bytes)
         self.stats = ServeStats()
         self._residency = Residency(
             self._layout,
@@ -94,7 +93,7 @@ class ServedImage:
             ahead=ahead,
             run_blocking=run_blocking,
         )
-        self._whole: dict[str, bytes] = {}
+        self._whole: dict[str, bytearray] = {}
         self._handles: dict[int, Handle] = {}
         # Handle numbers are never used twice in a mount's life, whichever process serves it: file | epoch | serial.
         self._epoch = secrets.randbits(23)
@@ -114,16 +113,26 @@ class ServedImage:
             await self._residency.finish(timeout_s=2.0)
 
     async def load_small_files(self) -> None:
-        """Bring everything but pages.img into memory: gVisor reads it serially, before anything can run."""
+        """Bring everything but pages.img here: gVisor reads it serially, before anything can run.
+
+        It is kept in memory as long as it is small against the cap, as any gVisor kernel's state is.
+        """
         for file in self.files.values():
             if file.name == PAGES:
                 continue
+            keep = file.size <= self._accountant.cap_bytes // 8
+            if keep:
+                self._accountant.take(file.size)
             content = bytearray()
             handle = Handle(0, file.name, Opener(0, "mount", None), trio.current_time())  # 0: nobody's, not counted
-            while len(content) < file.size:
-                end = min(len(content) + (1 << 20), file.size)
-                content += await self._answer(handle, file.base + len(content), file.base + end, Want.FAULT)
-            self._whole[file.name] = bytes(content)
+            for offset in range(0, file.size, _LOAD_BYTES):
+                end = min(offset + _LOAD_BYTES, file.size)
+                piece = await self._answer(handle, file.base + offset, file.base + end, Want.FAULT)
+                if keep:
+                    content += piece
+                await trio.lowlevel.checkpoint()  # a claim of a terabyte of zeros must not hold up anything else
+            if keep:
+                self._whole[file.name] = content
 
     # Files
 
@@ -182,16 +191,30 @@ class ServedImage:
         return await self._answer(handle, file.base + offset, file.base + end, want)
 
     async def _answer(self, handle: Handle, start: int, end: int, want: Want) -> Buffer:
-        """Wait for the bytes [start, end) of the image and put the reply together."""
+        """Wait for the bytes [start, end) of the image and put the reply together.
+
+        What is in memory is kept hold of from the first look on. What is in the cache file is looked at again after
+        every wait: nothing may be awaited between the last look and the reply.
+        """
         began_s = trio.current_time()
         waited = False
         arrived: dict[int, Buffer] = {}
         chunks = self._layout.chunks(start, end)
         while True:
-            missing = [c for c in chunks if c not in arrived and not self._residency.is_here(c)]
+            missing = []
+            for chunk in chunks:
+                if chunk in arrived or self._residency.is_in_place(chunk):
+                    continue
+                data = self._residency.held(chunk)
+                if data is None:
+                    missing.append(chunk)
+                else:
+                    arrived[chunk] = data
+                    self._residency.touched(chunk)
             if missing:
                 waited = True
                 arrived |= await self._wait(handle, missing, want, began_s)
+                continue
             reply = self._fill(start, end, chunks, arrived)
             if reply is not None:
                 if handle.number:
@@ -220,33 +243,28 @@ class ServedImage:
         return pending.arrived
 
     def _fill(self, start: int, end: int, chunks: range, arrived: dict[int, Buffer]) -> Buffer | None:
-        """Put [start, end) together; None when a part of it would have to be read from the disk."""
+        """Put [start, end) together of what has arrived or is in place; None when a disk would have to be read."""
         starts = self._layout.start
-        if len(chunks) == 1 and (data := self._in_memory(chunks[0], arrived)) is not None:
+        if len(chunks) == 1 and (data := arrived.get(chunks[0])) is not None:
             base = starts[chunks[0]]
             return memoryview(data)[start - base : end - base]
         view = self._reply.view(end - start)
-        if all(c not in arrived and self._residency.is_resident(c) for c in chunks):
+        if not arrived and all(self._residency.is_resident(c) for c in chunks):
             return view if self._residency.read_nowait(view, start) else None
         for chunk in chunks:
             low, high = max(start, starts[chunk]), min(end, starts[chunk + 1])
             piece = view[low - start : high - start]
-            data = self._in_memory(chunk, arrived)
+            data = arrived.get(chunk)
             if data is not None:
                 piece[:] = memoryview(data)[low - starts[chunk] : high - starts[chunk]]
-            elif self._layout.codec[chunk] == Codec.ZERO:
+            elif self._layout.is_zero(chunk):
                 _zero(piece)
-            elif not self._residency.read_nowait(piece, low):
-                return None
+            else:
+                # A hole in the cache file reads as zeros: only what is resident may be read from there.
+                assert self._residency.is_resident(chunk)
+                if not self._residency.read_nowait(piece, low):
+                    return None
         return view
-
-    def _in_memory(self, chunk: int, arrived: dict[int, Buffer]) -> Buffer | None:
-        data = arrived.get(chunk)
-        if data is None:
-            data = self._residency.held(chunk)
-            if data is not None:
-                self._residency.touched(chunk)
-        return data
 
     # Watching
 

@@ -1,10 +1,11 @@
 """The node cache on disk: one directory an image, a sparse file that mirrors it, and a bitmap of what is there.
 
-    DIR/images/<digest>/head       JSON: format, chunk count, bytes; unknown or different = the directory is discarded
+    DIR/images/<key>/head       JSON: format, chunk count, bytes; unknown or different = the directory is discarded
                         manifest   the snapshot's manifest, so that `cache verify` needs no store
                         data       sparse; byte k of the image (its files one after another) is byte k here
                         resident   one bit a chunk, set after the chunk was written
                         lock       flocked by the process that owns the directory; its text says who that is
+                        promised   bytes that its owner may write, so that all stay within the limit together
 
 Rules. One process owns an image's directory. Files are written by `pwrite` only (a store through a mapping into a full
 disk is SIGBUS) and never shortened; an image leaves by rename, then unlink. A set bit is a hint, not a promise: after a
@@ -13,14 +14,16 @@ verifies it. Every call here may block or fail; callers run them in threads and 
 """
 
 import fcntl
+import hashlib
 import json
 import os
 import shutil
 import stat
 import threading
+import time
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,8 +33,8 @@ from streamd.snapshot.frames import Decoder
 from streamd.snapshot.manifest import Codec, decode, manifest_digest
 
 CACHE_FORMAT = 1
-# Small enough that a chunk's bit is written with one byte, and a machine with a full disk still gets its bitmap.
-_COPY_BYTES = 1 << 20
+_LOCK_TRIES = 6
+_LOCK_PAUSE_S = 0.02
 
 
 class CacheUnusable(StreamdError):
@@ -40,10 +43,14 @@ class CacheUnusable(StreamdError):
 
 @dataclass(frozen=True, slots=True)
 class CachedImage:
-    """One image in a cache directory: its digest (hex), bytes on disk, last use (epoch seconds), owner if in use."""
+    """One image in a cache directory: its name there, bytes on disk, last use (epoch seconds), owner if in use.
 
-    digest: str
+    `promised_bytes` is what its owner may write in all.
+    """
+
+    key: str
     disk_bytes: int
+    promised_bytes: int
     used_s: float
     owner: str | None
 
@@ -87,13 +94,21 @@ class NodeCache:
             done += got
         return data
 
-    def write(self, chunk: int, data: bytes | bytearray | memoryview, offset: int) -> None:
-        """Write a verified chunk, then its bit. Raises: OSError."""
+    def write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
+        """Write a verified chunk; it counts once `confirm` has returned. Raises: OSError."""
         view = memoryview(data)
         done = 0
         while done < len(view):
             done += os.pwrite(self._data_fd, view[done:], offset + done)
-        self._set_bit(chunk, True)
+
+    def confirm(self, chunks: Sequence[int]) -> None:
+        """Wait until what was written is on the disk, then set the bits of those chunks. Raises: OSError.
+
+        The kernel reports a write-back that failed to the next sync of the descriptor, and only there (fsync(2)).
+        """
+        os.fdatasync(self._data_fd)
+        for chunk in chunks:
+            self._set_bit(chunk, True)
 
     def forget(self, chunk: int) -> None:
         """Clear a chunk's bit: what is in the file is not what it should be. Raises: OSError."""
@@ -106,6 +121,10 @@ class NodeCache:
             self._bits[index] = byte | mask if value else byte & ~mask
             os.pwrite(self._resident_fd, self._bits[index : index + 1], index)
 
+    def promise(self) -> None:
+        """Write down `room_bytes`, for the mounts that count what is left of the limit. Raises: OSError."""
+        (self.path / "promised").write_text(str(self.room_bytes))
+
     def close(self) -> None:
         """Let go of the directory; what is cached stays."""
         for fd in (self._data_fd, self._resident_fd, self._lock_fd):
@@ -113,29 +132,48 @@ class NodeCache:
                 os.close(fd)
 
 
-def open_cache(directory: Path, manifest: bytes, layout: Layout, *, owner: str, max_bytes: int | None) -> NodeCache:
+def open_cache(
+    directory: Path, manifest: bytes, layout: Layout, *, source: str, owner: str, max_bytes: int | None
+) -> NodeCache:
     """Open, or begin, the directory of the image that `manifest` describes, and make room for it.
 
+    `source` says where the bytes come from: images of different sources share nothing, since a chunk's checksum finds
+    accidents, not forgery, and whoever may read a snapshot could put a forged copy elsewhere under its manifest.
     `owner` is what a second process is told. `max_bytes` bounds all images of the directory together (None: by
     `default_max_bytes`): idle images leave, the least recently used first, until this one fits or none is left.
 
     Raises: `Refused` when another process owns the image; `CacheUnusable` for everything else that is wrong.
     """
-    digest = manifest_digest(manifest).hex()
+    key = hashlib.sha256(manifest_digest(manifest) + source.encode(errors="surrogateescape")).hexdigest()
+    wanted_bytes = sum(length for chunk, length in enumerate(layout.length) if not layout.is_zero(chunk))
     try:
         _checked_directory(directory)
-        _sweep(directory)
-        cache = _open_image(directory / "images" / digest, manifest, layout, owner)
-        try:
-            limit_bytes = default_max_bytes(directory) if max_bytes is None else max_bytes
-            others_bytes = _make_room(directory, keep=digest, max_bytes=limit_bytes - layout.start[-1])
-        except BaseException:
-            cache.close()
-            raise
+        with _locked(directory):
+            _sweep(directory)
+            cache = _open_image(directory / "images" / key, manifest, layout, owner)
+            try:
+                limit_bytes = default_max_bytes(directory) if max_bytes is None else max_bytes
+                wanted_bytes = min(wanted_bytes, limit_bytes)
+                others_bytes = _make_room(directory, keep=key, max_bytes=limit_bytes - wanted_bytes)
+                cache.room_bytes = max(0, min(wanted_bytes, limit_bytes - others_bytes))
+                cache.promise()
+            except BaseException:
+                cache.close()
+                raise
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
-    cache.room_bytes = max(0, limit_bytes - others_bytes)
     return cache
+
+
+@contextmanager
+def _locked(directory: Path) -> Iterator[None]:
+    """Hold the directory's lock: two mounts that begin at once must not be promised the same room."""
+    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
 
 
 def default_max_bytes(directory: Path) -> int:
@@ -154,14 +192,14 @@ def list_images(directory: Path) -> list[CachedImage]:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
 
 
-def clear_images(directory: Path, digest: str | None = None) -> tuple[list[CachedImage], list[CachedImage]]:
+def clear_images(directory: Path, key: str | None = None) -> tuple[list[CachedImage], list[CachedImage]]:
     """Remove one image, or all, that no process owns; give (removed, left because they are in use)."""
     removed: list[CachedImage] = []
     in_use: list[CachedImage] = []
     for image in list_images(directory):
-        if digest is not None and image.digest != digest:
+        if key is not None and image.key != key:
             continue
-        gone = image.owner is None and _remove_if_idle(directory / "images" / image.digest)
+        gone = image.owner is None and _remove_if_idle(directory / "images" / image.key)
         (removed if gone else in_use).append(image)
     return removed, in_use
 
@@ -170,7 +208,7 @@ def clear_images(directory: Path, digest: str | None = None) -> tuple[list[Cache
 class VerifiedImage:
     """What `verify_images` found: chunks that are cached, and those of them that are not what they should be."""
 
-    digest: str
+    key: str
     cached_chunks: int
     bad_chunks: tuple[int, ...]
 
@@ -182,7 +220,7 @@ def verify_images(directory: Path, *, repair: bool = True) -> list[VerifiedImage
     Raises: `CacheUnusable`.
     """
     idle = (image for image in list_images(directory) if image.owner is None)
-    return [_verify_image(directory / "images" / image.digest, repair=repair) for image in idle]
+    return [_verify_image(directory / "images" / image.key, repair=repair) for image in idle]
 
 
 def _verify_image(path: Path, *, repair: bool) -> VerifiedImage:
@@ -243,7 +281,14 @@ def _images(directory: Path) -> Iterator[CachedImage]:
 def _describe(path: Path) -> CachedImage:
     blocks = sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(path))
     used_s = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)), default=0.0)
-    return CachedImage(path.name, 512 * blocks, used_s, _owner_of(path))
+    return CachedImage(path.name, 512 * blocks, _promised(path), used_s, _owner_of(path))
+
+
+def _promised(path: Path) -> int:
+    try:
+        return int((path / "promised").read_text()[:20])
+    except (OSError, ValueError):
+        return 0
 
 
 def _owner_of(path: Path) -> str | None:
@@ -260,19 +305,28 @@ def _owner_of(path: Path) -> str | None:
     return None
 
 
-def _lock(path: Path, owner: str) -> int:
+def _lock(path: Path, owner: str | None) -> int:
+    """Take the image's lock, and say in it who has it (`owner` None: for a moment only, by nobody worth naming)."""
     fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        holder = os.pread(fd, 4096, 0).decode(errors="replace") or "another process"
-        os.close(fd)
-        raise Refused(f"this snapshot is in use with this cache already, by {holder}") from None
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            # Whoever lists the cache holds the lock, shared, for an instant.
+            if attempt < _LOCK_TRIES - 1:
+                time.sleep(_LOCK_PAUSE_S)
+                continue
+            holder = os.pread(fd, 4096, 0).decode(errors="replace") or "another process"
+            os.close(fd)
+            raise Refused(f"this snapshot is in use with this cache already, by {holder}") from None
     if not _is_at(fd, path / "lock"):  # the directory was removed between our open and our lock
         os.close(fd)
         raise CacheUnusable(f"{path} was removed while it was being opened")
-    os.ftruncate(fd, 0)
-    os.pwrite(fd, owner.encode(), 0)
+    if owner is not None:
+        with suppress(OSError):  # a full disk has no room for names
+            os.ftruncate(fd, 0)
+            os.pwrite(fd, owner.encode(errors="replace"), 0)
     return fd
 
 
@@ -310,7 +364,7 @@ def _open_image(path: Path, manifest: bytes, layout: Layout, owner: str) -> Node
 def _is_ours(path: Path, head: dict[str, int], manifest: bytes) -> bool:
     try:
         return bool(json.loads((path / "head").read_bytes()) == head and (path / "manifest").read_bytes() == manifest)
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return False
 
 
@@ -330,22 +384,26 @@ def _begin(path: Path, head: dict[str, int], manifest: bytes) -> None:
 
 
 def _make_room(directory: Path, *, keep: str, max_bytes: int) -> int:
-    """Remove idle images until the others have at most `max_bytes`, if that can be; give what they have then."""
-    others = sorted((i for i in _images(directory) if i.digest != keep), key=lambda image: image.used_s)
-    total = sum(image.disk_bytes for image in others)
+    """Remove idle images until the others claim at most `max_bytes`, if that can be; give what they claim then.
+
+    An image in use claims what it was promised, an idle one what it has.
+    """
+    others = sorted((i for i in _images(directory) if i.key != keep), key=lambda image: image.used_s)
+    claims = {i.key: i.disk_bytes if i.owner is None else max(i.disk_bytes, i.promised_bytes) for i in others}
+    total = sum(claims.values())
     for image in others:
         if total <= max(0, max_bytes):
             break
-        if image.owner is None and _remove_if_idle(directory / "images" / image.digest):
-            total -= image.disk_bytes
+        if image.owner is None and _remove_if_idle(directory / "images" / image.key):
+            total -= claims[image.key]
     return total
 
 
 def _remove_if_idle(path: Path) -> bool:
     """Take an image out of the cache unless a process owns it: rename first, so nobody sees a half of it."""
     try:
-        fd = _lock(path, "being removed")
-    except (Refused, CacheUnusable):
+        fd = _lock(path, None)
+    except (Refused, CacheUnusable, OSError):
         return False
     try:
         trash = path.parent.parent / f"trash-{uuid.uuid4().hex}"

@@ -41,6 +41,11 @@ class GetPlan:
         """Bytes that the frames decode to."""
         return sum(frame.length for frame in self.frames)
 
+    @property
+    def transit_bytes(self) -> int:
+        """Most bytes that are held beside the decoded ones: a frame is decoded once it is in whole."""
+        return max(frame.end - frame.start for frame in self.frames)
+
 
 class Layout:
     """The chunk table as plain arrays: numpy's per-element access costs more than the rest of a read."""

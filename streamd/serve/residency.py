@@ -11,7 +11,7 @@ after. The cache never hurts: its errors end its use and cost a fetch, and nothi
 
 import errno
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from enum import IntEnum
 
@@ -30,7 +30,7 @@ log = structlog.get_logger()
 # A healthy disk answers within milliseconds; a reader that waits this long is better served by the store.
 CACHE_TIMEOUT_S = 2.0
 # A write may wait for others' write-back; it blocks nobody until the queue is full.
-WRITE_STALL_S = 5.0
+WRITE_STALL_S = 10.0
 
 
 class Place(IntEnum):
@@ -79,9 +79,9 @@ class Residency:
             return
         token = trio.lowlevel.current_trio_token()
 
-        def written(chunk: int, error: OSError | None) -> None:
+        def written(chunks: Sequence[int], error: OSError | None) -> None:
             with suppress(trio.RunFinishedError):
-                token.run_sync_soon(self._written, chunk, error)
+                token.run_sync_soon(self._written, chunks, error)
 
         self._writer = WriteBehind(self._cache, written)
 
@@ -118,9 +118,13 @@ class Residency:
         """Whether the cache file has it, verified."""
         return self._places[chunk] == Place.RESIDENT
 
+    def is_in_place(self, chunk: int) -> bool:
+        """Whether the cache file has it, verified, or it is zeros and needs none."""
+        return self._places[chunk] in (Place.RESIDENT, Place.ZERO)
+
     def is_here(self, chunk: int) -> bool:
         """Whether a read of the chunk can be answered without waiting for the store."""
-        return self._places[chunk] in (Place.RESIDENT, Place.ZERO) or self.held(chunk) is not None
+        return self.is_in_place(chunk) or self.held(chunk) is not None
 
     def is_absent(self, chunk: int) -> bool:
         """Whether only the store has it."""
@@ -252,21 +256,23 @@ class Residency:
         self._places = bytearray(0 if p in (Place.RESIDENT, Place.CACHED) else p for p in self._places)
         log.warning("cache is not used any more", reason=reason)
 
-    def _written(self, chunk: int, error: OSError | None) -> None:
-        data = self._writing.pop(chunk, None)
-        if data is None:  # caching ended in the meantime
-            return
-        if self._writer is not None:
-            self._writer.settled(len(data))
+    def _written(self, chunks: Sequence[int], error: OSError | None) -> None:
+        for chunk in chunks:
+            data = self._writing.pop(chunk, None)
+            if data is None:  # caching ended in the meantime
+                continue
+            if self._writer is not None:
+                self._writer.settled(len(data))
+            if error is None:
+                self._places[chunk] = Place.RESIDENT
+                self._stats.cache_written_bytes += len(data)
+                self._accountant.give(len(data))
+            else:
+                self._unread[chunk] = data
         if error is None:
-            self._places[chunk] = Place.RESIDENT
-            self._stats.cache_written_bytes += len(data)
-            self._accountant.give(len(data))
             self._write_more()
             self._on_room()
-            return
-        self._unread[chunk] = data
-        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # what was confirmed before stays
             self.stop_writing(str(error))
         else:
             self.lose_cache(str(error))

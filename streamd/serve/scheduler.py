@@ -178,9 +178,10 @@ class Scheduler:
             plan = self._plan(chunk, wanted=self._is_fault, get_bytes=FAULT_GET_BYTES)
         else:
             plan = self._plan(chunk, wanted=self._is_wanted, get_bytes=self._fetch.get_bytes)
-        if not self._accountant.has_room_for_demand(plan.raw_bytes):
-            self._residency.shed(self._accountant.shortage_for_demand(plan.raw_bytes), unread_too=True)
-            if not self._accountant.has_room_for_demand(plan.raw_bytes):
+        size = plan.raw_bytes + plan.transit_bytes
+        if not self._accountant.has_room_for_demand(size):
+            self._residency.shed(self._accountant.shortage_for_demand(size), unread_too=True)
+            if not self._accountant.has_room_for_demand(size):
                 return False
         self._start_fetch(plan, demand=True, fault=key.want == Want.FAULT)
         return True
@@ -214,9 +215,10 @@ class Scheduler:
             return "the store"
         if self._residency.is_behind:
             return "the cache disk"
-        if not self._accountant.has_room_ahead(plan.raw_bytes):
-            self._residency.shed(self._accountant.shortage_ahead(plan.raw_bytes), unread_too=False)
-            if not self._accountant.has_room_ahead(plan.raw_bytes):
+        size = plan.raw_bytes + plan.transit_bytes
+        if not self._accountant.has_room_ahead(size):
+            self._residency.shed(self._accountant.shortage_ahead(size), unread_too=False)
+            if not self._accountant.has_room_ahead(size):
                 return "memory: what was fetched has to be read first"
         return None
 
@@ -245,7 +247,7 @@ class Scheduler:
             flight.fetches += 1
             flight.progress = progress
             self._queue.remove(flight.chunk)
-        self._accountant.take(plan.raw_bytes)
+        self._accountant.take(plan.raw_bytes + plan.transit_bytes)
         if demand:
             self._accountant.start_demand()
         if fault:
@@ -288,7 +290,7 @@ class Scheduler:
             progress.stop = True
             self._running.discard(progress)
             missing = [flight for flight in flights if flight.chunk in left]
-            self._accountant.give(sum(left.values()))
+            self._accountant.give(sum(left.values()) + plan.transit_bytes)
             left.clear()  # an abandoned thread may still deliver: nothing is accounted for it any more
             if demand:
                 self._accountant.end_demand()

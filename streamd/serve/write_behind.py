@@ -1,13 +1,15 @@
 """The thread that writes verified chunks to the cache, behind the readers.
 
-A chunk is offered after its readers were woken. The queue is bounded in bytes; what doesn't fit is refused and the
-caller counts it. The first error ends writing for good: the disk is full or faulty, and readers never hear of it.
+A chunk is offered after its readers were woken, and counts as cached only once the disk has confirmed it: what the
+kernel has only taken can still be lost when its write-back fails (a full thin volume, a faulty disk), and is then read
+as zeros, silently. So chunks are written, synced a few megabytes at a time, and then reported. The queue is bounded in
+bytes; what doesn't fit is refused. The first error ends writing for good, and readers never hear of it.
 """
 
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from streamd.serve.node_cache import NodeCache
@@ -15,6 +17,10 @@ from streamd.store.port import Buffer
 
 # Enough for a disk to hiccup for a second at link speed, small against the memory cap.
 QUEUE_BYTES_MAX = 64 << 20
+# Synced at once: large enough that a sync's own cost (milliseconds) doesn't count, a quarter of the queue.
+_SYNC_BYTES = 16 << 20
+# And at the latest so long after the last chunk came.
+_SYNC_WAIT_S = 0.2
 
 
 class _Item(NamedTuple):
@@ -24,12 +30,12 @@ class _Item(NamedTuple):
 
 
 class WriteBehind:
-    """Writes chunks in the order offered. `offer`, `pending_bytes` and `stalled_s` belong to one (the Trio) thread.
+    """Writes chunks in the order offered. `offer`, `settled` and `pending_bytes` belong to one (the Trio) thread.
 
-    `written(chunk, error)` is called from the writer's thread, once a chunk, `error` None when it is in the file.
+    `written(chunks, error)` is called from the writer's thread: `error` None when they are on the disk.
     """
 
-    def __init__(self, cache: NodeCache, written: Callable[[int, OSError | None], None]) -> None:
+    def __init__(self, cache: NodeCache, written: Callable[[Sequence[int], OSError | None], None]) -> None:
         self._cache = cache
         self._written = written
         self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
@@ -52,7 +58,7 @@ class WriteBehind:
         self.pending_bytes -= size
 
     def stalled_s(self) -> float:
-        """How long the write under way has taken so far, 0 when there is none."""
+        """How long the write or sync under way has taken so far, 0 when there is none."""
         since_s = self._busy_since_s
         return 0.0 if since_s is None else time.monotonic() - since_s
 
@@ -68,15 +74,28 @@ class WriteBehind:
         self._stop = True
 
     def _run(self) -> None:
-        while (item := self._queue.get()) is not None:
-            if self._stop:
-                return
-            self._busy_since_s = time.monotonic()
+        batch: list[int] = []
+        batch_bytes = 0
+        is_last = False
+        while not is_last and not self._stop:
             try:
-                self._cache.write(item.chunk, item.data, item.offset)
+                item = self._queue.get(timeout=_SYNC_WAIT_S if batch else None)
+            except queue.Empty:
+                item = None
+            else:
+                is_last = item is None
+            try:
+                self._busy_since_s = time.monotonic()
+                if item is not None:
+                    batch.append(item.chunk)
+                    batch_bytes += len(item.data)
+                    self._cache.write(item.data, item.offset)
+                if batch and (item is None or batch_bytes >= _SYNC_BYTES):
+                    self._cache.confirm(batch)
+                    self._written(batch, None)
+                    batch, batch_bytes = [], 0
             except OSError as error:
-                self._written(item.chunk, error)
+                self._written(batch, error)
                 return
             finally:
                 self._busy_since_s = None
-            self._written(item.chunk, None)

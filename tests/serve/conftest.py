@@ -96,6 +96,6 @@ def make_cache(saved: Saved, tmp_path: Path) -> Callable[..., NodeCache]:
     def make(max_bytes: int | None = None) -> NodeCache:
         manifest = read_manifest(saved.store, saved.pinned.manifest_info)
         layout = Layout(saved.pinned.manifest.table)
-        return open_cache(tmp_path / "cache", manifest, layout, owner="test", max_bytes=max_bytes)
+        return open_cache(tmp_path / "cache", manifest, layout, source="s", owner="test", max_bytes=max_bytes)
 
     return make

@@ -16,8 +16,11 @@ from streamd.config import FetchConfig
 from streamd.errors import StoreErrorKind
 from streamd.serve.handles import Handle, Opener, ReadFailed
 from streamd.serve.image import ServedImage
+from streamd.serve.node_cache import open_cache
 from streamd.serve.order import Want
+from streamd.serve.plan import Layout
 from streamd.serve.policy import COURSES, Course
+from streamd.store.catalog import read_manifest
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 16 * KIB
@@ -133,6 +136,42 @@ def test_a_read_gives_right_bytes_or_fails_by_the_policy(
 
     in_virtual_time(test)
     assert outcomes == [True] * 40
+
+
+@given(
+    readers=st.lists(ranges, min_size=1, max_size=4),
+    memory_kib=st.sampled_from([64, 256, 1024]),
+    cache_kib=st.sampled_from([0, 100, 1000, 8192]),
+    ahead=st.booleans(),
+)
+@settings(max_examples=40, deadline=None)
+def test_every_byte_is_right_however_little_room_there_is(
+    saved: Any,
+    tmp_path_factory: pytest.TempPathFactory,
+    readers: list[list[tuple[int, int]]],
+    memory_kib: int,
+    cache_kib: int,
+    ahead: bool,
+) -> None:
+    place = tmp_path_factory.mktemp("cache")
+    manifest = read_manifest(saved.store, saved.pinned.manifest_info)
+    layout = Layout(saved.pinned.manifest.table)
+    cache = open_cache(place, manifest, layout, source="s", owner="test", max_bytes=cache_kib * KIB)
+    image: ServedImage = saved.serve(cache=cache, ahead=ahead, inline=False, memory_max_bytes=memory_kib * KIB)
+
+    async def reader(asked: list[tuple[int, int]]) -> None:
+        handle = image.open("pages.img", Opener(1, "test", None))
+        for offset, size in asked:
+            assert await read(image, handle, offset, size) == saved.content[offset : offset + size]
+
+    async def test() -> None:
+        async with running(image):
+            with trio.fail_after(60):
+                async with trio.open_nursery() as nursery:
+                    for asked in readers:
+                        nursery.start_soon(reader, asked)
+
+    trio.run(test)
 
 
 @pytest.mark.parametrize("kind", StoreErrorKind, ids=str)

@@ -1,10 +1,12 @@
 """The cache directory has what it says it has, through restarts, damage, limits and other processes."""
 
+import errno
 import json
 import os
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from streamd.errors import Refused
 from streamd.serve import node_cache
 from streamd.serve.handles import Opener
 from streamd.serve.image import ServedImage
-from streamd.serve.node_cache import CacheUnusable, clear_images, list_images, open_cache, verify_images
+from streamd.serve.node_cache import CacheUnusable, NodeCache, clear_images, list_images, open_cache, verify_images
 from streamd.serve.plan import Layout
 from streamd.store.catalog import read_manifest
 
@@ -36,16 +38,22 @@ def layout(saved: Any) -> Layout:
     return Layout(saved.pinned.manifest.table)
 
 
+def stored_bytes(layout: Layout) -> int:
+    return sum(layout.length[chunk] for chunk in range(len(layout)) if not layout.is_zero(chunk))
+
+
 def chunk_bytes(layout: Layout, chunk: int) -> bytes:
     return bytes([chunk % 251 + 1]) * layout.length[chunk]
 
 
 def test_a_second_owner_is_refused_and_told_who_has_it(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
-    first = open_cache(tmp_path / "c", manifest, layout, owner="the mount at /mnt/a (pid 7)", max_bytes=None)
+    first = open_cache(
+        tmp_path / "c", manifest, layout, source="s", owner="the mount at /mnt/a (pid 7)", max_bytes=None
+    )
     with pytest.raises(Refused, match=r"/mnt/a \(pid 7\)"):
-        open_cache(tmp_path / "c", manifest, layout, owner="second", max_bytes=None)
+        open_cache(tmp_path / "c", manifest, layout, source="s", owner="second", max_bytes=None)
     first.close()
-    open_cache(tmp_path / "c", manifest, layout, owner="second", max_bytes=None).close()
+    open_cache(tmp_path / "c", manifest, layout, source="s", owner="second", max_bytes=None).close()
 
 
 def test_chunks_survive_a_process_that_was_killed(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
@@ -59,14 +67,15 @@ def test_chunks_survive_a_process_that_was_killed(manifest: bytes, layout: Layou
         from streamd.snapshot.manifest import decode
         manifest = Path({str(tmp_path / "manifest")!r}).read_bytes()
         layout = Layout(decode(manifest).table)
-        cache = open_cache(Path({str(tmp_path / "c")!r}), manifest, layout, owner="writer", max_bytes=None)
+        cache = open_cache(Path({str(tmp_path / "c")!r}), manifest, layout, source="s", owner="writer", max_bytes=None)
         for chunk in (3, 9, 200):
-            cache.write(chunk, bytes([chunk % 251 + 1]) * layout.length[chunk], layout.start[chunk])
+            cache.write(bytes([chunk % 251 + 1]) * layout.length[chunk], layout.start[chunk])
+            cache.confirm([chunk])
         os.kill(os.getpid(), signal.SIGKILL)
         """
     )
     assert subprocess.run([sys.executable, "-c", writer], check=False).returncode == -9
-    cache = open_cache(tmp_path / "c", manifest, layout, owner="reader", max_bytes=None)
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="reader", max_bytes=None)
     assert [chunk for chunk in range(len(layout)) if cache.has(chunk)] == [3, 9, 200]
     for chunk in (3, 9, 200):
         assert cache.read(layout.length[chunk], layout.start[chunk]) == chunk_bytes(layout, chunk)
@@ -77,8 +86,9 @@ def test_chunks_survive_a_process_that_was_killed(manifest: bytes, layout: Layou
 def test_a_directory_that_is_not_understood_is_begun_anew(
     manifest: bytes, layout: Layout, tmp_path: Path, damage: str
 ) -> None:
-    cache = open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
-    cache.write(5, chunk_bytes(layout, 5), layout.start[5])
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
+    cache.write(chunk_bytes(layout, 5), layout.start[5])
+    cache.confirm([5])
     cache.close()
     match damage:
         case "other format":
@@ -92,7 +102,7 @@ def test_a_directory_that_is_not_understood_is_begun_anew(
             (cache.path / "head").unlink()
         case "short bitmap":
             os.truncate(cache.path / "resident", 0)
-    again = open_cache(tmp_path / "c", manifest, layout, owner="b", max_bytes=None)
+    again = open_cache(tmp_path / "c", manifest, layout, source="s", owner="b", max_bytes=None)
     assert not any(again.has(chunk) for chunk in range(len(layout)))
     again.close()
 
@@ -101,37 +111,39 @@ def test_a_directory_that_others_could_write_to_is_not_used(manifest: bytes, lay
     (tmp_path / "c").mkdir()
     (tmp_path / "c").chmod(0o777)
     with pytest.raises(CacheUnusable, match="writable by nobody else"):
-        open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+        open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
 
 
 def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
     victim = tmp_path / "victim"
     victim.write_text("precious")
-    cache = open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
     cache.close()
     for name in ("data", "resident", "lock"):
         (cache.path / name).unlink()
         (cache.path / name).symlink_to(victim)
         with pytest.raises(CacheUnusable):
-            open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None)
+            open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
         (cache.path / name).unlink()
     assert victim.read_text() == "precious"
 
 
 def test_idle_images_leave_for_a_new_one_and_used_ones_stay(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
     images = tmp_path / "c" / "images"
-    open_cache(tmp_path / "c", manifest, layout, owner="a", max_bytes=None).close()
+    open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None).close()
     for index, name in enumerate(["old", "new"]):
         (images / name).mkdir()
         (images / name / "data").write_bytes(bytes([1]) * MIB)
         (images / name / "lock").touch()
         for file in ("data", "lock"):
             os.utime(images / name / file, (index + 1, index + 1))
-    cache = open_cache(tmp_path / "c", manifest, layout, owner="b", max_bytes=layout.start[-1] + MIB + MIB // 2)
-    assert {image.digest for image in list_images(tmp_path / "c")} == {"new", cache.path.name}
+    cache = open_cache(
+        tmp_path / "c", manifest, layout, source="s", owner="b", max_bytes=stored_bytes(layout) + MIB + MIB // 2
+    )
+    assert {image.key for image in list_images(tmp_path / "c")} == {"new", cache.path.name}
     removed, in_use = clear_images(tmp_path / "c")
-    assert [image.digest for image in removed] == ["new"]
-    assert [image.digest for image in in_use] == [cache.path.name]
+    assert [image.key for image in removed] == ["new"]
+    assert [image.key for image in in_use] == [cache.path.name]
     assert in_use[0].owner == "b"
     cache.close()
     clear_images(tmp_path / "c")
@@ -207,18 +219,101 @@ def test_a_limit_smaller_than_the_image_bounds_what_is_written(saved: Any, make_
     assert image.stats.cache_dropped_chunks > 0
 
 
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["full", "faulty"])
+def test_what_the_disk_has_not_confirmed_is_never_read_from_it(saved: Any, make_cache: Any, number: int) -> None:
+    cache: NodeCache = make_cache()
+    confirmed = cache.confirm
+    calls: list[int] = []
+
+    def confirm(chunks: Sequence[int]) -> None:
+        """The second write-back fails, and what the kernel had taken reads as zeros from then on."""
+        calls.append(len(chunks))
+        if len(calls) < 2:
+            confirmed(chunks)
+            return
+        layout = Layout(saved.pinned.manifest.table)
+        for chunk in chunks:
+            cache.write(bytes(layout.length[chunk]), layout.start[chunk])
+        raise OSError(number, os.strerror(number))
+
+    cache.confirm = confirm  # type: ignore[method-assign]
+    image: ServedImage = saved.serve(cache=cache, inline=False, memory_max_bytes=MIB)
+
+    async def test() -> None:
+        async with trio.open_nursery() as nursery:
+            await nursery.start(image.run)
+            handle = image.open("pages.img", Opener(1, "test", None))
+
+            async def check(start: int, end: int) -> None:
+                for low in range(start, end, 100_000):
+                    got = bytes(await image.read(handle, low, 100_000))
+                    assert got == saved.content[low : low + 100_000]
+
+            with trio.fail_after(20):
+                await check(0, MIB)
+                while len(calls) < 1:
+                    await trio.sleep(0.01)
+                await check(MIB, len(saved.content))
+                while image.stats.cache_failure is None:
+                    await trio.sleep(0.01)
+                await check(0, len(saved.content))
+            nursery.cancel_scope.cancel()
+
+    trio.run(test)
+    assert len(calls) == 2
+
+
+def test_mounts_that_begin_together_stay_within_the_limit_together(
+    manifest: bytes, layout: Layout, tmp_path: Path
+) -> None:
+    limit = 2 * stored_bytes(layout) + MIB
+    caches = [
+        open_cache(tmp_path / "c", manifest, layout, source=str(n), owner=str(n), max_bytes=limit) for n in range(4)
+    ]
+    assert [cache.room_bytes for cache in caches][:2] == [stored_bytes(layout)] * 2
+    assert sum(cache.room_bytes for cache in caches) <= limit
+    for cache in caches:
+        cache.close()
+
+
+def test_images_of_different_sources_share_no_byte(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    first = open_cache(tmp_path / "c", manifest, layout, source="file:///a", owner="a", max_bytes=None)
+    first.write(chunk_bytes(layout, 5), layout.start[5])
+    first.confirm([5])
+    # Beside the first, not instead of it: another tenant's copy neither sees nor blocks it.
+    second = open_cache(tmp_path / "c", manifest, layout, source="file:///b", owner="b", max_bytes=None)
+    assert not second.has(5)
+    second.close()
+    first.close()
+
+
+def test_a_claim_of_zeros_takes_no_room_from_others(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    other = tmp_path / "c" / "images" / "other"
+    open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None).close()
+    other.mkdir()
+    (other / "data").write_bytes(bytes([1]) * MIB)
+    (other / "lock").touch()
+    zeros = layout.start[-1] - stored_bytes(layout)
+    assert zeros > 4 * 64 * 1024
+    limit = stored_bytes(layout) + MIB + 64 * 1024
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=limit)
+    assert other.exists()
+    cache.close()
+
+
 class CacheMachine(RuleBasedStateMachine):
     """One image's directory against a dictionary, with restarts in between."""
 
     def __init__(self) -> None:
         super().__init__()
         self.model: dict[int, bytes] = {}
-        self.cache = open_cache(PLACE, MANIFEST, LAYOUT, owner="machine", max_bytes=None)
+        self.cache = open_cache(PLACE, MANIFEST, LAYOUT, source="s", owner="machine", max_bytes=None)
 
     @rule(chunk=st.integers(0, 255), fill=st.integers(1, 255))
     def write(self, chunk: int, fill: int) -> None:
         data = bytes([fill]) * LAYOUT.length[chunk]
-        self.cache.write(chunk, data, LAYOUT.start[chunk])
+        self.cache.write(data, LAYOUT.start[chunk])
+        self.cache.confirm([chunk])
         self.model[chunk] = data
 
     @rule(chunk=st.integers(0, 255))
@@ -229,7 +324,7 @@ class CacheMachine(RuleBasedStateMachine):
     @rule()
     def reopen(self) -> None:
         self.cache.close()
-        self.cache = open_cache(PLACE, MANIFEST, LAYOUT, owner="machine", max_bytes=None)
+        self.cache = open_cache(PLACE, MANIFEST, LAYOUT, source="s", owner="machine", max_bytes=None)
 
     @rule(chunk=st.integers(0, 255))
     def read(self, chunk: int) -> None:
