@@ -96,6 +96,7 @@ def to_directory(image: Path, scratch: Path, rounds: int) -> dict[str, Any]:
     pushes, zstds, syncs = [], [], []
     for number in range(rounds):
         store = scratch / f"store-{number}"
+        store.mkdir()
         pushes.append(_push_in_child(image, f"file://{store}"))
         shutil.rmtree(store)
         zstds.append(zstd())

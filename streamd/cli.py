@@ -6,9 +6,11 @@ one object on stdout, `{"error": {"kind", "message", "exit_code", …}}` when it
 """
 
 import importlib
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from types import FrameType
 
 import click
 
@@ -70,11 +72,26 @@ def cli(context: click.Context, config_path: Path | None, log_level: str | None)
       streamd umount /mnt/web-1
 
     \b
-    Stores: gs://bucket/prefix, file:///dir (for trials: file:///dir?latency=15ms&rate=100MB/s)
+    Stores: gs://bucket/prefix, file:///dir (for trials: 'file:///dir?latency=15ms&rate=100MB/s')
     Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 damaged, 5 not permitted,
-      6 store unreachable, 7 refused (exists, in use, mismatch), 130 interrupted
+      6 store unreachable, 7 refused (exists, in use, mismatch), 130 interrupted (143: by SIGTERM)
     """
     context.obj = Invocation(config_path=config_path, log_level=log_level)
+    if config_path is not None:
+        context.obj.config()  # a file that was named is right, whether the command needs it or not
+
+
+_terminated = False
+
+
+def _terminate(_number: int, frame: FrameType | None) -> None:
+    """End on SIGTERM as on Ctrl-C, by whatever handles that now: Trio's handler doesn't interrupt Trio itself."""
+    global _terminated
+    _terminated = True
+    interrupt = signal.getsignal(signal.SIGINT)
+    if not callable(interrupt):  # ignored, as in the background of a script
+        raise KeyboardInterrupt
+    interrupt(signal.SIGINT, frame)
 
 
 def _interrupted(error: BaseException) -> bool:
@@ -96,6 +113,8 @@ def _end(error: BaseException, *, as_json: bool) -> Exit | None:
             record |= {"kind": "interrupted", "message": "interrupted", "exit_code": int(Exit.INTERRUPTED)}
         case _:
             record |= {"kind": "internal", "message": f"{type(error).__name__}: {error}"}
+    if _terminated and record["exit_code"] == Exit.INTERRUPTED:
+        record["exit_code"] = int(Exit.TERMINATED)
     if as_json:
         print_json_error(record)
     match record["kind"]:
@@ -124,8 +143,9 @@ def run(arguments: Sequence[str]) -> Exit:
 
 def main() -> None:
     """Run the command line of this process."""
+    signal.signal(signal.SIGTERM, _terminate)
     code = run(sys.argv[1:])
-    if code is Exit.INTERRUPTED:
+    if code in (Exit.INTERRUPTED, Exit.TERMINATED):
         # Under -m, a Ctrl-C within an import's exec (dataclasses) makes CPython die of SIGINT at its end, though it was
         # handled (pythonrun.c: unhandled_keyboard_interrupt); another exec takes that back.
         exec("")  # noqa: S102

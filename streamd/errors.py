@@ -19,6 +19,7 @@ class Exit(IntEnum):
     UNREACHABLE = 6
     REFUSED = 7
     INTERRUPTED = 130
+    TERMINATED = 143
 
 
 class StreamdError(Exception):

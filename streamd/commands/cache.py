@@ -1,14 +1,16 @@
 """`streamd cache`: the images that this node keeps."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 
 import click
 
 from streamd.commands.invocation import F, Invocation, json_option
-from streamd.commands.output import age_text, print_json, print_table, size_text
-from streamd.errors import Damaged, NotFound, Refused
+from streamd.commands.output import age_text, print_json, print_table, printable, size_text
+from streamd.errors import Damaged, NotFound, NotPermitted, Refused
 
 
 def _cache_dir_option(function: F) -> F:
@@ -34,6 +36,19 @@ def _directory(invocation: Invocation, given: Path | None) -> Path:
     return directory
 
 
+@contextmanager
+def _by_permission() -> Iterator[None]:
+    """Raise `NotPermitted` for a cache that can't be used because it is another user's."""
+    from streamd.serve.node_cache import CacheUnusable
+
+    try:
+        yield
+    except (CacheUnusable, PermissionError) as error:
+        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+            raise NotPermitted(f"{error}; run it with sudo") from error
+        raise
+
+
 @command.command("ls")
 @_cache_dir_option
 @json_option
@@ -43,14 +58,14 @@ def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
     from streamd.serve.node_cache import list_images
 
     directory = _directory(invocation, cache_dir)
-    images = list_images(directory)
+    with _by_permission():
+        images = list_images(directory)
     if as_json:
         print_json({"directory": str(directory), "images": [asdict(image) for image in images]})
         return
     now_s = time.time()
     rows = [
-        [image.digest, size_text(image.disk_bytes), age_text(now_s - image.used_s), image.owner or ""]
-        for image in images
+        [image.key, size_text(image.disk_bytes), age_text(now_s - image.used_s), image.owner or ""] for image in images
     ]
     if rows:
         print_table(["DIGEST", "ON DISK", "USED", "IN USE BY"], rows)
@@ -59,26 +74,27 @@ def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
 
 
 @command.command("clear")
-@click.option("--digest", help="Only this image, by the digest that `cache ls` shows.")
+@click.option("--image", "key", help="Only this image, by the name that `cache ls` shows.")
 @_cache_dir_option
 @json_option
 @click.pass_obj
-def _clear(invocation: Invocation, cache_dir: Path | None, digest: str | None, as_json: bool) -> None:
+def _clear(invocation: Invocation, cache_dir: Path | None, key: str | None, as_json: bool) -> None:
     """Remove the images that no mount uses; exit code 7 when the one that was named is in use."""
     from streamd.serve.node_cache import clear_images
 
     directory = _directory(invocation, cache_dir)
-    removed, in_use = clear_images(directory, digest)
-    if digest is not None and not removed:
+    with _by_permission():
+        removed, in_use = clear_images(directory, key)
+    if key is not None and not removed:
         if in_use:
-            raise Refused(f"image {digest} is in use by {in_use[0].owner or 'a mount'}")
-        raise NotFound(f"no image {digest} in {directory}")
+            raise Refused(f"image {key} is in use by {in_use[0].owner or 'a mount'}")
+        raise NotFound(f"no image {key} in {directory}")
     if as_json:
         print_json({"removed": [asdict(image) for image in removed], "in_use": [asdict(image) for image in in_use]})
         return
     click.echo(f"{len(removed)} images removed, {size_text(sum(image.disk_bytes for image in removed))}")
     for image in in_use:
-        click.echo(f"{image.digest} stays: in use by {image.owner or 'a mount'}")
+        click.echo(f"{image.key} stays: in use by {printable(image.owner or 'a mount')}")
 
 
 @command.command("verify")
@@ -90,10 +106,11 @@ def _verify(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> No
     from streamd.serve.node_cache import verify_images
 
     directory = _directory(invocation, cache_dir)
-    results = verify_images(directory)
-    bad = {image.digest: len(image.bad_chunks) for image in results if image.bad_chunks}
+    with _by_permission():
+        results = verify_images(directory)
+    bad = {image.key: len(image.bad_chunks) for image in results if image.bad_chunks}
     if bad:
-        which = ", ".join(f"{count} in {digest}" for digest, count in bad.items())
+        which = ", ".join(f"{count} in {key}" for key, count in bad.items())
         raise Damaged(f"{sum(bad.values())} cached chunks were damaged and are forgotten: {which}")
     chunks = sum(image.cached_chunks for image in results)
     if as_json:

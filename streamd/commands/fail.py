@@ -18,18 +18,18 @@ def command(invocation: Invocation, mountpoint: str, handle: int | None, contain
     """Fail the reads that wait on a mount, of all its open files or of some, with an I/O error.
 
     A sandbox that waits for a read can't be killed until the read is answered; this answers it, and gVisor then ends
-    the sandbox. Files that are opened later are served as before.
+    the sandbox; runsc needs a second or two to report it as stopped. Files that are opened later are served as before.
 
     \b
     Example:
       streamd fail /mnt/web-1 --container web
     """
     from streamd.daemon.control_client import MountClient
-    from streamd.fuse import mounting
+    from streamd.fuse import mount_paths
 
     if handle is not None and container is not None:
         raise click.UsageError("give --handle or --container, not both")
-    client = MountClient(invocation.config().run_directory, mounting.resolve(mountpoint))
+    client = MountClient(invocation.config().run_directory, mount_paths.resolve(mountpoint))
     failed = client.fail(handle=handle, container=container)
     if as_json:
         print_json({"mountpoint": client.mountpoint, "failed_handles": failed})

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from streamd.commands.output import printable
 from streamd.config import Config, load, parse_duration
 from streamd.errors import StoreError
 
@@ -73,7 +74,7 @@ def opened_store(url: str, *, timeout_s: float) -> "Iterator[Store]":
     def tell(error: StoreError, _delay_s: float) -> None:
         if not told:
             told.append(str(error))
-            click.echo(f"the store fails ({error}); trying again for up to {timeout_s:g} s", err=True)
+            click.echo(f"the store fails ({printable(error)}); trying again for up to {timeout_s:g} s", err=True)
 
     store = retrying(open_store(url), deadline_s=timeout_s, on_retry=tell)
     try:

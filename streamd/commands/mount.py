@@ -35,7 +35,12 @@ _START_WAIT_S = 60.0
     show_default=True,
     help="What is fetched before it is read: nothing, or all of it, behind whatever is read.",
 )
-@click.option("--foreground", is_flag=True, help="Serve in this process, until SIGTERM or Ctrl-C; log to stderr.")
+@click.option(
+    "--foreground",
+    is_flag=True,
+    help="Serve in this process, log to stderr, until SIGTERM or Ctrl-C: the first waits for open files, up to 10 s,"
+    " the second fails their reads.",
+)
 @click.option("--ready-fd", type=int, hidden=True)
 @store_timeout_option
 @json_option
@@ -64,7 +69,7 @@ def command(
       runsc restore --background --image-path /mnt/web-1 --bundle BUNDLE CONTAINER
     """
     from streamd.daemon.control_client import MountClient
-    from streamd.fuse import mounting
+    from streamd.fuse import mount_paths, mounting
     from streamd.store.opening import split_snapshot_url
 
     config = _with_flags(invocation.config(), cache_dir, cache_max, no_cache)
@@ -72,7 +77,7 @@ def command(
     mounting.require_root()
     options = MountOptions(
         snapshot_url=snapshot_url,
-        mountpoint=mounting.resolve(mountpoint),
+        mountpoint=mount_paths.resolve(mountpoint),
         cache_dir=config.cache.directory,
         cache_max_bytes=config.cache.max_bytes,
         prefetch=prefetch,
@@ -84,7 +89,8 @@ def command(
         return
     # Said at once, without the price of a process; the process looks again.
     client = MountClient(config.run_directory, options.mountpoint)
-    mounting.check(options.mountpoint, server_lives=lambda _: client.is_served())
+    with mounting.check(options.mountpoint, server_lives=lambda _: client.is_served()):
+        pass
     _start(invocation, options, client, as_json=as_json)
 
 
@@ -134,6 +140,8 @@ def _serve(options: MountOptions, *, ready_fd: int | None, as_json: bool) -> Non
             print_json(facts)
         else:
             click.echo(f"{printable(options.snapshot_url)} is served at {options.mountpoint}; Ctrl-C ends it", err=True)
+        if pipe is None:
+            _warn(facts)
 
     try:
         run_mount(options, ready)
@@ -164,7 +172,15 @@ def _start(invocation: Invocation, options: MountOptions, client: "MountClient",
     else:
         click.echo(f"{printable(options.snapshot_url)} is served at {options.mountpoint}")
         click.echo(f"process {started.pid}, log {started.log_path}", err=True)
+    _warn(started.ready)
     sys.stdout.flush()
+
+
+def _warn(facts: dict[str, object]) -> None:
+    """Tell people of a mount that serves, but not as it was asked to."""
+    if facts.get("cache_problem"):
+        reason = printable(facts["cache_problem"])
+        click.echo(f"warning: nothing is kept on disk, the mount serves from memory: {reason}", err=True)
 
 
 def _arguments(invocation: Invocation, options: MountOptions, *, ready_fd: int) -> list[str]:

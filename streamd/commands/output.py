@@ -72,9 +72,21 @@ def print_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> None
 
 def print_facts(facts: Sequence[tuple[str, object]]) -> None:
     """Print `name  value` lines, aligned."""
-    width = max((len(name) for name, _ in facts), default=0)
-    for name, value in facts:
-        click.echo(f"{name.ljust(width)}  {printable(value)}")
+    lines = [(printable(name), printable(_value_text(value))) for name, value in facts]
+    width = max((len(name) for name, _ in lines), default=0)
+    for name, value in lines:
+        click.echo(f"{name.ljust(width)}  {value}")
+
+
+def _value_text(value: object) -> object:
+    """Write what JSON has words for in words for people."""
+    match value:
+        case None:
+            return "–"
+        case bool():
+            return "yes" if value else "no"
+        case _:
+            return value
 
 
 @contextmanager

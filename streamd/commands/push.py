@@ -11,7 +11,7 @@ import click
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
 from streamd.commands.output import print_json, progress_bar, ratio_text, size_text
 from streamd.config import parse_size
-from streamd.errors import NotFound, StreamdError
+from streamd.errors import NotFound, Refused, StreamdError
 
 # `runsc cpu-features` prints a list and ends; it needs no sandbox.
 _RUNSC_WAIT_S = 30.0
@@ -37,6 +37,15 @@ def _chunk_bytes(_context: click.Context, _parameter: click.Parameter, value: st
     return size
 
 
+def _id(_context: click.Context, parameter: click.Parameter, value: str | None) -> str | None:
+    from streamd.snapshot.names import checked_id
+
+    try:
+        return None if value is None else checked_id(value, (parameter.name or "").replace("_", " "))
+    except Refused as error:
+        raise click.BadParameter(str(error)) from error
+
+
 def _runsc_facts(runsc: Path) -> tuple[str, tuple[str, ...]]:
     """Give the SHA-256 (hex) of the binary and the CPU features that it sees here.
 
@@ -46,22 +55,34 @@ def _runsc_facts(runsc: Path) -> tuple[str, tuple[str, ...]]:
         with open(runsc, "rb") as file:
             digest = hashlib.file_digest(file, "sha256").hexdigest()
         found = subprocess.run(
-            [runsc.absolute(), "cpu-features"], capture_output=True, text=True, timeout=_RUNSC_WAIT_S, check=True
+            [runsc.absolute(), "cpu-features"],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            stdin=subprocess.DEVNULL,
+            timeout=_RUNSC_WAIT_S,
         )
     except FileNotFoundError as error:
         raise NotFound(f"--runsc {runsc}: no such file") from error
     except OSError as error:
         raise StreamdError(f"--runsc {runsc}: {error.strerror}") from error
-    except subprocess.SubprocessError as error:
-        raise StreamdError(f"{runsc} cpu-features failed: {error}") from error
+    except subprocess.TimeoutExpired as error:
+        raise StreamdError(f"--runsc {runsc}: its cpu-features did not end within {_RUNSC_WAIT_S:g} s") from error
+    if found.returncode:
+        said = "".join(f": {line[:200]}" for line in found.stderr.splitlines()[:1])
+        raise StreamdError(f"--runsc {runsc}: is it runsc? cpu-features failed with exit code {found.returncode}{said}")
     return digest, tuple(sorted(filter(None, found.stdout.strip().split(","))))
 
 
 @click.command("push")
 @click.argument("directory", metavar="DIR", type=click.Path(path_type=Path))
 @click.argument("store_url", metavar="STORE_URL")
-@click.option("--id", "snapshot_id", help="The snapshot's id: a-z, 0-9 and -, at most 63 [a random UUID].")
-@click.option("--push-id", help="Resume the push that had this id: packs that are there already are skipped.")
+@click.option(
+    "--id", "snapshot_id", callback=_id, help="The snapshot's id: a-z, 0-9 and -, at most 63 [a random UUID]."
+)
+@click.option(
+    "--push-id", callback=_id, help="Resume the push that had this id: packs that are there already are skipped."
+)
 @click.option("--chunk-size", "chunk_bytes", metavar="SIZE", default="256KiB", show_default=True, callback=_chunk_bytes)
 @click.option("--level", type=click.IntRange(1, 19), default=1, show_default=True, help="zstd level.")
 @click.option(
@@ -95,22 +116,37 @@ def command(
     Example:
       streamd push /var/lib/checkpoints/web gs://bucket/snapshots --id web-1 --runsc /usr/local/bin/runsc
     """
-    from streamd.save.push import PushOptions, PushProgress, push
+    from streamd.save.push import PushFailed, PushOptions, PushProgress, push
 
     sha256, features = _runsc_facts(runsc) if runsc else (None, None)
     options = PushOptions(
         chunk_bytes=chunk_bytes, level=level, metadata=metadata, runsc_sha256=sha256, cpu_features=features
     )
-    # Printed first, on stderr: whoever is interrupted needs them.
     snapshot_id, push_id = snapshot_id or str(uuid.uuid4()), push_id or str(uuid.uuid4())
-    click.echo(f"snapshot {snapshot_id}, push {push_id}", err=True)
-    with opened_store(store_url, timeout_s=store_timeout_s) as store, progress_bar("push") as report:
+    began = False
+    try:
+        with opened_store(store_url, timeout_s=store_timeout_s) as store, progress_bar("push") as report:
 
-        def show(progress: PushProgress) -> None:
-            ratio = f"stored {ratio_text(progress.stored_bytes, progress.done_bytes)}"
-            report(progress.done_bytes, progress.total_bytes, ratio)
+            def show(progress: PushProgress) -> None:
+                ratio = f"stored {ratio_text(progress.stored_bytes, progress.done_bytes)}"
+                report(progress.done_bytes, progress.total_bytes, ratio)
 
-        result = push(directory, store, snapshot_id=snapshot_id, push_id=push_id, options=options, progress=show)
+            def checked() -> None:
+                """Before anything is sent, on stderr: whoever is interrupted needs them."""
+                click.echo(f"snapshot {snapshot_id}, push {push_id}", err=True)
+
+            began = True
+            result = push(
+                directory,
+                store,
+                snapshot_id=snapshot_id,
+                push_id=push_id,
+                options=options,
+                progress=show,
+                on_checked=checked,
+            )
+    except KeyboardInterrupt as error:  # before the push or after it; itself it answers as much
+        raise PushFailed(error, snapshot_id=snapshot_id, push_id=push_id, committing=began) from error
     url = _snapshot_url(store_url, result.snapshot_id)
     if as_json:
         print_json(asdict(result) | {"url": url})

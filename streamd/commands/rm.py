@@ -5,7 +5,7 @@ from dataclasses import asdict
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, size_text
+from streamd.commands.output import print_json, printable, size_text
 
 
 @click.command("rm")
@@ -35,5 +35,5 @@ def command(snapshot_url: str, now: bool, store_timeout_s: float, as_json: bool)
     data = f"{size_text(result.bytes_deleted)} deleted" if now else "its data goes with a later `streamd gc`"
     click.echo(f"{snapshot_id} removed; {data}")
     if result.leases:
-        what = "these nodes lost it while they read it" if now else "these nodes still read it"
-        click.echo(f"{what}: {', '.join(result.leases)}", err=True)
+        what = "it was being read, and those restores fail, by" if now else "it is still being read by"
+        click.echo(f"{what}: {', '.join(map(printable, result.leases))}", err=True)

@@ -22,11 +22,11 @@ def command(invocation: Invocation, mountpoint: str | None, as_json: bool) -> No
       streamd status /mnt/web-1
     """
     from streamd.daemon.control_client import MountClient, all_statuses
-    from streamd.fuse import mounting
+    from streamd.fuse import mount_paths, mounting
 
     run_directory = invocation.config().run_directory
     if mountpoint is not None:
-        status = MountClient(run_directory, mounting.resolve(mountpoint)).status()
+        status = MountClient(run_directory, mount_paths.resolve(mountpoint)).status()
         if as_json:
             print_json(status)
         else:

@@ -9,7 +9,10 @@ from streamd.commands.output import print_json
 @click.command("umount")
 @click.argument("mountpoint", metavar="MOUNTPOINT")
 @click.option(
-    "--force", is_flag=True, help="Also while files are open: reads that wait fail, and so do their sandboxes."
+    "--force",
+    is_flag=True,
+    help="Also while files are open: reads that wait fail, and their sandboxes end; runsc needs a second or two to"
+    " report one as stopped.",
 )
 @json_option
 @click.pass_obj

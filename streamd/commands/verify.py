@@ -20,10 +20,10 @@ class _Bad(Damaged):
 
     def __init__(self, result: "VerifyResult") -> None:
         chunks = [f"{chunk.file} at byte {chunk.offset}" for chunk in result.damaged[:_SHOWN]]
-        more = len(result.damaged) - len(chunks)
+        more = result.damaged_count - len(chunks)
         lines = [*chunks, *([f"and {more} more chunks"] if more > 0 else []), *result.pack_problems[:_SHOWN]]
         super().__init__(
-            f"snapshot {result.snapshot_id} is damaged: {len(result.damaged)} of {result.chunks} chunks, "
+            f"snapshot {result.snapshot_id} is damaged: {result.damaged_count} of {result.chunks} chunks, "
             f"{len(result.pack_problems)} packs: {'; '.join(lines)}"
         )
         self.snapshot_id = result.snapshot_id

@@ -11,6 +11,7 @@ import json
 import os
 import re
 import select
+import site
 import subprocess
 import sys
 import time
@@ -19,6 +20,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import streamd
 from streamd.daemon.relay import error_record, relayed
 from streamd.errors import NotPermitted, StreamdError
 
@@ -87,7 +89,7 @@ def start(arguments: Callable[[int], Sequence[str]], *, log: Path, wait_s: float
     read_fd, write_fd = os.pipe()
     try:
         log_start = os.fstat(log_fd).st_size
-        # -P: a module of that name in the working directory must not be taken for ours.
+        # -P: a module in the working directory must not be taken for one of ours or of our libraries.
         child = subprocess.Popen(
             [sys.executable, "-P", "-m", "streamd.cli", *arguments(write_fd)],
             stdin=subprocess.DEVNULL,
@@ -96,6 +98,7 @@ def start(arguments: Callable[[int], Sequence[str]], *, log: Path, wait_s: float
             pass_fds=[write_fd],
             start_new_session=True,
             umask=0o077,
+            env=_environment(),
         )
         os.close(write_fd)
         write_fd = -1
@@ -112,6 +115,15 @@ def start(arguments: Callable[[int], Sequence[str]], *, log: Path, wait_s: float
             if fd >= 0:
                 os.close(fd)
     return Started(child.pid, log, ready)
+
+
+def _environment() -> dict[str, str]:
+    """Give an environment in which -P finds the package that runs now, also when that is a checkout's."""
+    root = str(Path(streamd.__file__).resolve().parents[1])
+    if root in site.getsitepackages():
+        return dict(os.environ)
+    others = os.environ.get("PYTHONPATH")
+    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}
 
 
 def _read_line(fd: int, wait_s: float) -> bytes | None:

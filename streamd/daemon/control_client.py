@@ -15,6 +15,8 @@ from pathlib import Path
 from streamd.daemon.relay import relayed
 from streamd.daemon.sockets import is_served, socket_path, sockets_directory
 from streamd.errors import NotFound, NotPermitted, StreamdError
+from streamd.fuse import mountinfo
+from streamd.fuse.mounting import FILESYSTEM
 
 # Status and fail are answered from memory; ten seconds of silence is a stopped or overloaded process.
 ANSWER_WAIT_S = 10.0
@@ -73,6 +75,9 @@ class MountClient:
         try:
             return ask(self.path, request, wait_s=wait_s, then_gone=then_gone)
         except NoServer as error:
+            top = mountinfo.topmost(self.mountpoint)
+            if top is not None and top.filesystem == FILESYSTEM:
+                raise NoServer(f"{self.mountpoint}: its process is dead (streamd umount {self.mountpoint})") from error
             raise NoServer(f"no streamd mount at {self.mountpoint}: no process serves it") from error
         except NoAnswer as error:
             raise NoAnswer(f"{self.mountpoint}: {error}") from error
@@ -161,9 +166,17 @@ def _wait_for_end(pidfd: int) -> None:
 def all_statuses(run_directory: Path) -> list[dict[str, object]]:
     """Ask every mount process of this host, some at once; one that doesn't answer has `error` and `socket` only.
 
-    Sockets of dead processes are passed over.
+    Sockets of dead processes are passed over. Raises: `NotPermitted`, `StreamdError` when they can't be listed.
     """
-    sockets = sorted(sockets_directory(run_directory).glob("*.sock"))
+    directory = sockets_directory(run_directory)
+    try:
+        sockets = sorted(directory / name for name in os.listdir(directory) if name.endswith(".sock"))
+    except FileNotFoundError:
+        return []
+    except PermissionError as error:
+        raise NotPermitted(f"{directory}: the mounts belong to another user; run it with sudo") from error
+    except OSError as error:
+        raise StreamdError(f"{directory}: {error.strerror}") from error
     with ThreadPoolExecutor(_ASK_AT_ONCE) as pool:
         answers = pool.map(_status_or_error, sockets)
         return [answer for answer in answers if answer is not None]

@@ -14,19 +14,20 @@ from typing import Any
 import structlog
 import trio
 
-from streamd.daemon import allocator
+from streamd.daemon import allocator, hardening
 from streamd.daemon.control import ControlSocket, FailSelector, Opener
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
 from streamd.daemon.sockets import is_served, socket_path
 from streamd.errors import NotFound, Refused, StreamdError, Unreachable
 from streamd.fuse import mounting, session
+from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mounting import FuseMount
 from streamd.serve.handles import Handle
 from streamd.serve.image import ServedImage
 from streamd.serve.node_cache import CacheUnusable, NodeCache, open_cache
 from streamd.serve.plan import Layout
-from streamd.store.catalog import Pinned, open_snapshot, read_manifest
+from streamd.store.catalog import Pinned, open_snapshot
 from streamd.store.opening import open_store, split_snapshot_url
 from streamd.store.port import Store
 from streamd.store.retry import retrying
@@ -39,6 +40,7 @@ _MEMORY_LOOK_S = 2.0
 _MEMORY_STEP_BYTES = 32 << 20
 # An unmount or an abort needs nothing of the server; longer than this, and the kernel is stuck.
 _END_TIMEOUT_S = 5.0
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # Reads that were failed are answered in milliseconds, 128 of them, too.
 _ANSWER_TIMEOUT_S = 1.0
 
@@ -51,16 +53,20 @@ def run_mount(options: MountOptions, ready: Callable[[dict[str, object]], None])
     exception group (`daemon.relay.single_error` takes it out).
     """
     allocator.limit_arenas()
+    hardening.keep_memory_private()
+    hardening.raise_descriptor_limit()
     run_directory = options.config.run_directory
-    mounting.check(options.mountpoint, server_lives=lambda path: is_served(socket_path(run_directory, path)))
     store_url, snapshot_id = split_snapshot_url(options.snapshot_url)
-    with ControlSocket(run_directory, options.mountpoint) as control_socket:
+    with (
+        mounting.check(
+            options.mountpoint, server_lives=lambda path: is_served(socket_path(run_directory, path))
+        ) as directory,
+        ControlSocket(run_directory, options.mountpoint) as control_socket,
+    ):
         store = open_store(store_url)
         try:
-            commands_store = retrying(store, deadline_s=options.store_timeout_s)
-            pinned = open_snapshot(commands_store, snapshot_id)
-            manifest = read_manifest(commands_store, pinned.manifest_info)
-            mount = _Mount(options, store, pinned, manifest, control_socket, ready)
+            pinned = open_snapshot(retrying(store, deadline_s=options.store_timeout_s), snapshot_id)
+            mount = _Mount(options, directory, store, pinned, control_socket, ready)
             trio.run(mount.run)
             if mount.is_interrupted:
                 raise KeyboardInterrupt
@@ -74,16 +80,16 @@ class _Mount:
     def __init__(
         self,
         options: MountOptions,
+        directory: Mountpoint,
         store: Store,
         pinned: Pinned,
-        manifest: bytes,
         control_socket: ControlSocket,
         ready: Callable[[dict[str, object]], None],
     ) -> None:
         self._options = options
+        self._directory = directory
         self._store = store
         self._pinned = pinned
-        self._manifest = manifest
         self._control_socket = control_socket
         self._ready = ready
         self._cache_problem: str | None = None
@@ -103,10 +109,13 @@ class _Mount:
         async with trio.open_nursery() as nursery:
             await nursery.start(self._image.run)
             await self._load_small_files()
-            self._mount = mounting.mount(self._options.mountpoint)
+            # A signal between the mount and its receiver would leave a dead mount behind: it waits.
+            signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+            self._mount = mounting.mount(self._directory)
             try:
                 session.begin(self._image, self._mount)
                 await nursery.start(self._end_on_signals)
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
                 nursery.start_soon(self._control_socket.serve, self)
                 nursery.start_soon(self._give_memory_back)
                 nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._options.mountpoint)
@@ -129,10 +138,12 @@ class _Mount:
             return None
         owner = f"the mount at {self._options.mountpoint} (pid {os.getpid()})"
         layout = Layout(self._pinned.manifest.table)
+        place = self._store.url.partition("?")[0]  # whatever link it is behind
+        source = "\n".join([place, *(f"{pack.key} {pack.generation}" for pack in self._pinned.packs)])
 
         def open_it() -> NodeCache:
             limit = self._options.cache_max_bytes
-            return open_cache(directory, self._manifest, layout, owner=owner, max_bytes=limit)
+            return open_cache(directory, self._pinned.data, layout, source=source, owner=owner, max_bytes=limit)
 
         problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
         with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
@@ -155,7 +166,7 @@ class _Mount:
 
     async def _end_on_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Let the first signal wait a while for files to be closed, a second one not; then fail what still waits."""
-        with trio.open_signal_receiver(signal.SIGTERM, signal.SIGINT, signal.SIGHUP) as signals:
+        with trio.open_signal_receiver(*_ENDING_SIGNALS) as signals:
             task_status.started()
             async for number in signals:
                 self.is_interrupted = number == signal.SIGINT
@@ -198,6 +209,14 @@ class _Mount:
         as long as it lives), and with it the connection.
         """
         mounting.unmount(self._mount.mountpoint, self._mount.device)
+        self._end_connection()
+
+    def _take_away(self) -> None:
+        """Abort the connection and take the mount away, in a thread, also when it was detached by somebody else."""
+        mounting.abort(self._mount.mountpoint, self._mount.device)
+        self._end_connection()
+
+    def _end_connection(self) -> None:
         try:
             mounting.abort_connection(self._mount.connection_id)
         except StreamdError as error:
@@ -210,9 +229,7 @@ class _Mount:
             while any(handle.pending for name in self._image.files for handle in self._image.openers(name)):
                 await trio.sleep(0.001)
         with trio.move_on_after(_END_TIMEOUT_S, shield=True):
-            await trio.to_thread.run_sync(
-                mounting.abort, self._mount.mountpoint, self._mount.device, abandon_on_cancel=True
-            )
+            await trio.to_thread.run_sync(self._take_away, abandon_on_cancel=True)
         self._image.fail(_every, "the mount is going away")  # what was opened in between
 
     # What the control socket asks for
@@ -253,10 +270,10 @@ class _Mount:
                 # Shielded: the unmount ends `pyfuse3.main`, and with it everything here, before it has returned.
                 with trio.move_on_after(_END_TIMEOUT_S, shield=True):
                     await trio.to_thread.run_sync(self._unmount, abandon_on_cancel=True)
-            except Refused:  # a working directory in it, or a file opened in this moment
+            except Refused:  # a working directory in it, a descriptor without reads, or a file opened in this moment
                 open_handles = [handle for name in self._image.files for handle in self._image.openers(name)]
-                if not open_handles:
-                    raise
+                if not open_handles:  # nobody loses a read, and anyone can hold a directory for ever
+                    await self._abort()
         return [Opener(h.number, h.file_name, h.opener.pid, h.opener.command, h.opener.container) for h in open_handles]
 
 

@@ -12,7 +12,7 @@ PREFETCH_MODES = ("none", "all")
 class MountOptions:
     """One mount.
 
-    `mountpoint` is absolute, and resolved (`fuse.mounting.resolve`). `cache_dir` None: no cache on disk.
+    `mountpoint` is absolute, and resolved (`fuse.mount_paths.resolve`). `cache_dir` None: no cache on disk.
     `cache_max_bytes` None: the node cache's own rule. `prefetch` is one of `PREFETCH_MODES`. `store_timeout_s` bounds
     how long the store may be unreachable before the mount serves; after that, reads wait by `config.policy`.
     """

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from streamd.daemon.control_client import MountClient, NoAnswer, NoServer
 from streamd.errors import NotFound
-from streamd.fuse import mountinfo, mounting
+from streamd.fuse import mount_paths, mountinfo, mounting
 
 
 class How(Enum):
@@ -33,7 +33,7 @@ def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
     Bounded by the control client's time-outs. Raises: `NotFound` without a mount of ours, `Refused` with open files and
     without force, `NoAnswer` when the process hangs and force wasn't asked for.
     """
-    mountpoint = mounting.resolve(path)
+    mountpoint = mount_paths.resolve(path)
     client = MountClient(run_directory, mountpoint)
     top = mountinfo.topmost(mountpoint)
     try:

@@ -69,3 +69,14 @@ def topmost(mountpoint: str, entries: Iterable[MountEntry] | None = None) -> Mou
         if entry.mountpoint == mountpoint:
             found = entry
     return found
+
+
+def with_id(mount_id: int) -> MountEntry | None:
+    """Give the mount that has an id, or None when this process's table doesn't show it."""
+    return next((entry for entry in read() if entry.mount_id == mount_id), None)
+
+
+def id_of(fd: int) -> int:
+    """Give the id of the mount that an open file or directory is on, without asking its file system."""
+    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as facts:
+        return next(int(line.split()[1]) for line in facts if line.startswith("mnt_id:"))

@@ -3,51 +3,58 @@
 The mount exists before a FUSE library is loaded: `mount` opens /dev/fuse and mounts it, whoever serves gets the
 descriptor (design §5: a server may be replaced under a living mount). What is under a mount is never stat'ed here: a
 server that doesn't answer would hang the caller, in a way that no signal ends. So all questions about a mountpoint go
-to the kernel's table first, and a path is resolved without looking at what is mounted on its last component.
+to the kernel's table first, and paths are resolved by `mount_paths`.
+
+Who owns a directory above a mountpoint may swap it at any time, and must not lead us elsewhere: `check` opens the
+directory, `mount` puts the mount on what was opened and undoes it when that is not at the path any more; an unmount
+opens the directory above, and looks whether the mount in it is the one that is meant. (They can still move a mount.)
 
 Unmounting has two strengths. `unmount` gives up when a file is open. `abort` ends the connection: every waiting read
 fails, then the mount is detached. Only mounts of our own type are ever taken away.
 """
 
-import ctypes
 import errno
 import os
-import stat
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamd.errors import Exit, NotFound, NotPermitted, Refused, StreamdError
-from streamd.fuse import mountinfo
+from streamd.errors import NotFound, NotPermitted, Refused, StreamdError
+from streamd.fuse import mount_calls, mountinfo
+from streamd.fuse.mount_paths import Mountpoint, open_mountpoint, path_error
 from streamd.fuse.mountinfo import MountEntry
 
 DEVICE = "/dev/fuse"
 FILESYSTEM = "fuse.streamd"  # type and subtype, as mountinfo and mount(8) show it
 SOURCE = "streamd"
 
-# sys/mount.h
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_NOEXEC = 1, 2, 4, 8
-_MNT_FORCE, _MNT_DETACH, _UMOUNT_NOFOLLOW = 1, 2, 8
-_FLAGS = _MS_RDONLY | _MS_NOSUID | _MS_NODEV | _MS_NOEXEC
+_TYPE, _SUBTYPE = FILESYSTEM.split(".")
+_ATTRIBUTES = (
+    mount_calls.MOUNT_ATTR_RDONLY
+    | mount_calls.MOUNT_ATTR_NOSUID
+    | mount_calls.MOUNT_ATTR_NODEV
+    | mount_calls.MOUNT_ATTR_NOEXEC
+)
 # 40000 is S_IFDIR in octal: the root's type before the server was asked. `allow_other`: runsc may run as another user.
-_DATA = "fd={fd},rootmode=40000,user_id=0,group_id=0,allow_other,default_permissions"
+_OPTIONS = {
+    "source": SOURCE,
+    "subtype": _SUBTYPE,
+    "ro": None,
+    "rootmode": "40000",
+    "user_id": "0",
+    "group_id": "0",
+    "allow_other": None,
+    "default_permissions": None,
+}
 _EXPECTED_OPTIONS = frozenset({"ro", "nosuid", "nodev", "noexec"})
 _EXPECTED_SUPER_OPTIONS = frozenset({"user_id=0", "group_id=0", "allow_other", "default_permissions"})
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
 # A dead connection answers at once; a living server of ours answers statfs from memory.
 _PROBE_S = 2.0
-_MAX_SYMLINKS = 40
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class NotADirectory(StreamdError):
-    """The mountpoint is a file."""
-
-    exit_code, kind = Exit.USAGE, "usage"
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,35 +71,6 @@ class FuseMount:
         return self.device[1]
 
 
-def resolve(path: str) -> str:
-    """Give the absolute path of a mountpoint with all symlinks followed, without touching what is mounted there.
-
-    The last component is looked at only when nothing is mounted on it. Raises: `NotFound` for a parent that isn't
-    there, `Refused` for a loop of symlinks.
-    """
-    if "\0" in path or not path:
-        raise NotFound(f"mountpoint {path!r}: not a path")
-    entries = mountinfo.read()
-    current = os.path.join(os.getcwd(), path)
-    for _ in range(_MAX_SYMLINKS):
-        parent, name = os.path.split(current.rstrip("/"))
-        if name in ("", ".", ".."):
-            parent, name = os.path.split(os.path.realpath(current))
-        try:
-            candidate = os.path.join(os.path.realpath(parent or "/", strict=True), name)
-        except OSError as error:
-            raise _path_error(path, error) from error
-        if mountinfo.topmost(candidate, entries):
-            return candidate
-        try:
-            current = os.path.join(os.path.dirname(candidate), os.readlink(candidate))
-        except OSError as error:
-            if error.errno in (errno.EINVAL, errno.ENOENT):  # not a symlink, or not there: `check` says which
-                return candidate
-            raise _path_error(path, error) from error
-    raise Refused(f"mountpoint {path}: too many levels of symbolic links")
-
-
 def require_root() -> None:
     """Raise `NotPermitted` when this process can't mount."""
     if os.geteuid() != 0:
@@ -104,11 +82,11 @@ def own_mountpoints() -> list[str]:
     return [entry.mountpoint for entry in mountinfo.read() if entry.filesystem == FILESYSTEM]
 
 
-def check(mountpoint: str, *, server_lives: Callable[[str], bool]) -> None:
+def check(mountpoint: str, *, server_lives: Callable[[str], bool]) -> Mountpoint:
     """Refuse a mountpoint that can't or shouldn't be mounted on; clean up a mount of ours whose server is dead.
 
-    `mountpoint` is resolved; `server_lives` says whether a streamd process answers for it. Raises: `NotPermitted`,
-    `NotFound`, `NotADirectory`, `Refused`.
+    `mountpoint` is resolved; `server_lives` says whether a streamd process answers for it. Gives the directory that was
+    checked, open; the caller closes it. Raises: `NotPermitted`, `NotFound`, `NotADirectory`, `Refused`.
     """
     require_root()
     if not os.path.exists(DEVICE):
@@ -116,17 +94,23 @@ def check(mountpoint: str, *, server_lives: Callable[[str], bool]) -> None:
             f"{DEVICE} is not there: load the fuse module (modprobe fuse), or give the container the device"
         )
     clean_stale(mountpoint, server_lives=server_lives)
+    directory = open_mountpoint(mountpoint)
     try:
-        found = os.lstat(mountpoint)
-        if not stat.S_ISDIR(found.st_mode):
-            raise NotADirectory(f"mountpoint {mountpoint} is not a directory")
-        with os.scandir(mountpoint) as listing:
-            if next(listing, None) is not None:
+        listing_fd = os.open(".", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC, dir_fd=directory.fd)
+        try:
+            if os.listdir(listing_fd):
                 raise Refused(
                     f"mountpoint {mountpoint} is not empty: what is in it would be hidden; use an empty directory"
                 )
+        finally:
+            os.close(listing_fd)
     except OSError as error:
-        raise _path_error(mountpoint, error) from error
+        os.close(directory.fd)
+        raise path_error(mountpoint, error) from error
+    except BaseException:
+        os.close(directory.fd)
+        raise
+    return directory
 
 
 def is_dead(mountpoint: str) -> bool:
@@ -170,31 +154,43 @@ def clean_stale(mountpoint: str, *, server_lives: Callable[[str], bool]) -> bool
     raise Refused(f"mountpoint {mountpoint}: too many dead mounts on top of each other")
 
 
-def mount(mountpoint: str) -> FuseMount:
-    """Mount a new, still unanswered FUSE connection. The caller checked the mountpoint, and closes `fd`.
+def mount(directory: Mountpoint) -> FuseMount:
+    """Mount a new, still unanswered FUSE connection on a directory that was checked. The caller closes both.
 
-    Raises: `NotPermitted`, `StreamdError`.
+    Raises: `NotPermitted`; `StreamdError`, also when the directory was moved or removed since: then nothing is mounted.
     """
+    mountpoint = directory.path
     try:
         fd = os.open(DEVICE, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise StreamdError(f"{DEVICE} can't be opened: {error.strerror}") from error
     try:
-        _call_mount(SOURCE, mountpoint, FILESYSTEM, _FLAGS, _DATA.format(fd=fd))
-    except OSError as error:
+        return FuseMount(fd=fd, mountpoint=mountpoint, device=_mount_device(fd, directory))
+    except BaseException as error:
         os.close(fd)
+        if not isinstance(error, OSError):
+            raise
         if error.errno in (errno.EPERM, errno.EACCES):
             raise NotPermitted(f"mounting on {mountpoint} is not permitted here: CAP_SYS_ADMIN is needed") from error
         raise StreamdError(f"mounting on {mountpoint} failed: {error.strerror}") from error
-    entry = mountinfo.topmost(mountpoint)
-    mismatch = "it is not in the mount table" if entry is None else _mismatch(entry)
-    if entry is None or mismatch:
-        # Without `nosuid`, `allow_other` and the rest the files would be open to the wrong ones: better none.
-        if entry is not None and entry.filesystem == FILESYSTEM:
-            _call_umount(mountpoint, _MNT_DETACH)
-        os.close(fd)
-        raise StreamdError(f"mounting on {mountpoint} gave another mount than asked for: {mismatch}")
-    return FuseMount(fd=fd, mountpoint=mountpoint, device=entry.device)
+
+
+def _mount_device(fd: int, directory: Mountpoint) -> tuple[int, int]:
+    """Mount an open /dev/fuse on a directory; give the mount's device. Raises: `OSError`, `StreamdError`."""
+    mount_fd = mount_calls.new_mount(_TYPE, _OPTIONS | {"fd": str(fd)}, _ATTRIBUTES)
+    try:
+        mount_calls.move_mount(mount_fd, directory.fd)
+        try:
+            entry = mountinfo.with_id(mountinfo.id_of(mount_fd))
+            mismatch = _mismatch(entry, directory.path)
+            if entry is None or mismatch:
+                raise StreamdError(f"mounting on {directory.path} gave another mount than asked for: {mismatch}")
+        except BaseException:
+            mount_calls.detach(mount_fd)
+            raise
+        return entry.device
+    finally:
+        os.close(mount_fd)
 
 
 def unmount(mountpoint: str, device: tuple[int, int] | None = None) -> None:
@@ -202,14 +198,15 @@ def unmount(mountpoint: str, device: tuple[int, int] | None = None) -> None:
 
     With `device`, only that mount is meant. Raises: `NotFound` when no mount of ours is there, `Refused` when busy.
     """
-    if not _is_ours(mountpoint, device):
-        raise NotFound(f"no streamd mount at {mountpoint}")
-    try:
-        _call_umount(mountpoint, 0)
-    except OSError as error:
-        if error.errno == errno.EBUSY:
-            raise Refused(f"{mountpoint} is in use: a file or directory in it is open") from error
-        raise _unmount_error(mountpoint, error) from error
+    with _found(mountpoint, device) as target:
+        if target is None:
+            raise NotFound(f"no streamd mount at {mountpoint}")
+        try:
+            mount_calls.umount(target, 0)
+        except OSError as error:
+            if error.errno == errno.EBUSY:
+                raise Refused(f"{mountpoint} is in use: a file or directory in it is open") from error
+            raise _unmount_error(mountpoint, error) from error
 
 
 def abort(mountpoint: str, device: tuple[int, int]) -> None:
@@ -218,16 +215,19 @@ def abort(mountpoint: str, device: tuple[int, int]) -> None:
     MNT_FORCE aborts the connection; it answers EBUSY when files are still open, with every waiting process freed all
     the same (tried). Only when the kernel refuses it is the abort file asked. Raises: `NotPermitted`, `StreamdError`.
     """
-    if not _is_ours(mountpoint, device):
-        return
-    try:
-        _call_umount(mountpoint, _MNT_FORCE)
-    except OSError as error:
-        if error.errno != errno.EBUSY:
-            abort_connection(device[1])
-    if _is_ours(mountpoint, device):
+    with _found(mountpoint, device) as target:
+        if target is None:
+            return
         try:
-            _call_umount(mountpoint, _MNT_DETACH)
+            mount_calls.umount(target, mount_calls.MNT_FORCE)
+        except OSError as error:
+            if error.errno != errno.EBUSY:
+                abort_connection(device[1])
+    with _found(mountpoint, device) as target:
+        if target is None:
+            return
+        try:
+            mount_calls.umount(target, mount_calls.MNT_DETACH)
         except OSError as error:
             raise _unmount_error(mountpoint, error) from error
 
@@ -241,13 +241,14 @@ def abort_connection(connection_id: int) -> bool:
         return _write_abort(_CONNECTIONS, connection_id)
     with tempfile.TemporaryDirectory(prefix="streamd-fusectl-") as place:
         try:
-            _call_mount("fusectl", place, "fusectl", _MS_NOSUID | _MS_NODEV | _MS_NOEXEC, "")
+            flags = mount_calls.MS_NOSUID | mount_calls.MS_NODEV | mount_calls.MS_NOEXEC
+            mount_calls.mount("fusectl", place, "fusectl", flags)
         except OSError as error:
             raise StreamdError(f"fusectl can't be mounted: {error.strerror}") from error
         try:
             return _write_abort(Path(place), connection_id)
         finally:
-            _call_umount(place, _MNT_DETACH)
+            mount_calls.umount(place, mount_calls.MNT_DETACH)
 
 
 def _write_abort(connections: Path, connection_id: int) -> bool:
@@ -260,47 +261,54 @@ def _write_abort(connections: Path, connection_id: int) -> bool:
     return True
 
 
-def _is_ours(mountpoint: str, device: tuple[int, int] | None) -> bool:
+@contextmanager
+def _found(mountpoint: str, device: tuple[int, int] | None) -> Iterator[str | None]:
+    """Give a path of exactly that mount for umount2, whatever is done to the directories above; None: it isn't there.
+
+    The directory above is held; the name in it is a mountpoint, which nobody can rename or remove. The mount itself
+    can't be held: it would be busy.
+    """
     top = mountinfo.topmost(mountpoint)
-    return top is not None and top.filesystem == FILESYSTEM and device in (None, top.device)
+    if top is None or top.filesystem != FILESYSTEM or device not in (None, top.device):
+        yield None
+        return
+    above, name = os.path.split(mountpoint)
+    try:
+        above_fd = os.open(above, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError as error:
+        raise _unmount_error(mountpoint, error) from error
+    try:
+        yield f"/proc/self/fd/{above_fd}/{name}" if _mount_id(above_fd, name) == top.mount_id else None
+    finally:
+        os.close(above_fd)
 
 
-def _mismatch(entry: MountEntry) -> str:
+def _mount_id(directory_fd: int, name: str) -> int | None:
+    """Give the id of the mount on a name, None when the name is not there; its file system isn't asked."""
+    try:
+        fd = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=directory_fd)
+    except FileNotFoundError:
+        return None
+    try:
+        return mountinfo.id_of(fd)
+    finally:
+        os.close(fd)
+
+
+def _mismatch(entry: MountEntry | None, mountpoint: str) -> str:
     """Say in which way a mount is not what `mount` asked for; empty when it is."""
+    if entry is None:
+        return "it is not in the mount table"
+    if entry.mountpoint != mountpoint:
+        return "the directory was moved meanwhile"
     if entry.filesystem != FILESYSTEM:
         return f"its type is {entry.filesystem}"
+    # Without `nosuid`, `allow_other` and the rest the files would be open to the wrong ones: better none.
     missing = sorted(_EXPECTED_OPTIONS - entry.options) + sorted(_EXPECTED_SUPER_OPTIONS - entry.super_options)
     return f"without {', '.join(missing)}" if missing else ""
-
-
-def _path_error(path: str, error: OSError) -> StreamdError:
-    if isinstance(error, FileNotFoundError):
-        return NotFound(f"mountpoint {path} does not exist: create the directory first")
-    if isinstance(error, NotADirectoryError):
-        return NotADirectory(f"mountpoint {path}: a part of the path is not a directory")
-    if error.errno in (errno.EACCES, errno.EPERM):
-        return NotPermitted(f"mountpoint {path}: {error.strerror}")
-    if error.errno == errno.ENOTCONN:
-        return Refused(f"mountpoint {path} is a dead FUSE mount of another program: unmount it first (umount {path})")
-    return StreamdError(f"mountpoint {path}: {error.strerror}")
 
 
 def _unmount_error(mountpoint: str, error: OSError) -> StreamdError:
     if error.errno == errno.EPERM:
         return NotPermitted(f"unmounting {mountpoint} is not permitted: run it with sudo")
     return StreamdError(f"unmounting {mountpoint} failed: {error.strerror}")
-
-
-def _call_mount(source: str, target: str, filesystem: str, flags: int, data: str) -> None:
-    result = _libc.mount(
-        source.encode(), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()
-    )
-    if result != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)
-
-
-def _call_umount(target: str, flags: int) -> None:
-    if _libc.umount2(os.fsencode(target), ctypes.c_int(flags | _UMOUNT_NOFOLLOW)) != 0:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code), target)

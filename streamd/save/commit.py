@@ -137,8 +137,8 @@ class SnapshotWriter:
                 why = f"it was pushed before by {push_id} from another image"
             case Manifest(push_id=push_id):
                 why = f"it exists (pushed by {push_id}); remove it first or push under another id"
-            case Unreadable(reason):
-                why = f"it exists, but its manifest can't be read ({reason})"
+            case Unreadable(error):
+                why = f"it exists, but its manifest can't be read ({error})"
         return Refused(f"snapshot {self._id}: {why}")
 
     def _is_lost_to(self, existing: Existing) -> bool:

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from streamd.errors import Damaged, Refused, StoreError, StoreErrorKind
+from streamd.errors import Damaged, Refused, StoreError, StoreErrorKind, StreamdError
 from streamd.snapshot.manifest import MAX_MANIFEST_BYTES, Manifest, decode, decode_tombstone
 from streamd.snapshot.names import manifest_key
 from streamd.snapshot.tombstone import Tombstone
@@ -11,14 +11,14 @@ from streamd.store.port import ObjectInfo, Store
 
 @dataclass(frozen=True, slots=True)
 class Unreadable:
-    """Neither a manifest nor a tombstone that this version can read; `reason` says why. It may be a later version's."""
+    """Neither a manifest nor a tombstone that this version can read; `error` says why. It may be a later version's."""
 
-    reason: str
+    error: StreamdError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Existing:
-    """A version of the manifest object, and what it turned out to be; `data` is empty when it was too large to read."""
+    """A version of the manifest object, and what it turned out to be; `data` is empty when it could not be read."""
 
     info: ObjectInfo
     data: bytes
@@ -39,10 +39,18 @@ def read_existing(store: Store, snapshot_id: str) -> Existing | None:
 
 
 def read_version(store: Store, info: ObjectInfo) -> Existing:
-    """Read and classify a listed version. Raises: `StoreError`."""
+    """Read and classify a listed version; what the store refuses to give (FORBIDDEN, CORRUPT) is `Unreadable`.
+
+    Raises: `StoreError`.
+    """
     if info.size > MAX_MANIFEST_BYTES:
-        return Existing(info, b"", Unreadable(f"{info.size} bytes are too many for a manifest"))
-    data = b"".join(store.read(info.key, generation=info.generation, start=0, end=info.size))
+        return Existing(info, b"", Unreadable(Damaged(f"{info.key}: {info.size} bytes are too many for a manifest")))
+    try:
+        data = b"".join(store.read(info.key, generation=info.generation, start=0, end=info.size))
+    except StoreError as error:
+        if error.store_kind not in (StoreErrorKind.FORBIDDEN, StoreErrorKind.CORRUPT):
+            raise
+        return Existing(info, b"", Unreadable(error))
     return Existing(info, data, _classify(data))
 
 
@@ -50,4 +58,4 @@ def _classify(data: bytes) -> Manifest | Tombstone | Unreadable:
     try:
         return decode_tombstone(data) or decode(data)
     except (Damaged, Refused) as error:
-        return Unreadable(str(error))
+        return Unreadable(error)

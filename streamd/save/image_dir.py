@@ -13,15 +13,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamd.errors import Damaged, NotFound, NotPermitted, Refused, StreamdError
+from streamd.errors import NotFound, NotPermitted, Refused, StreamdError
 from streamd.snapshot import statefile
+from streamd.snapshot.head import MAX_FILE_BYTES
 from streamd.snapshot.manifest import GvisorInfo
 from streamd.snapshot.memory import check_memory_files
 from streamd.snapshot.names import CHECKPOINT, IMAGE_FILES, PAGES, PAGES_META
 from streamd.snapshot.pages_meta import decode_pages_meta
-
-# 4 million ranges of memory, the most that a manifest may have, take 20 bytes each.
-_MAX_PAGES_META_BYTES = 128 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +50,7 @@ class OpenImage:
 
 
 def check_image_dir(directory: Path) -> ImageDir:
-    """Check a directory. Raises: as `open_image_dir`."""
+    """Check a directory; costs no more than reading pages_meta.img (3 µs a range). Raises: as `open_image_dir`."""
     with open_image_dir(directory) as image:
         return ImageDir(image.directory, image.sizes, image.gvisor)
 
@@ -64,6 +62,8 @@ def open_image_dir(directory: Path) -> Iterator[OpenImage]:
     Raises: `NotFound`: no such directory. `Refused`: not an image directory, a file of it is missing, empty, or no
         regular file, an image that gVisor compressed, an unknown version. `Damaged`: the numbers in it don't add up.
         `NotPermitted`.
+
+    Of pages.img nothing is read.
     """
     with contextlib.ExitStack() as stack:
         directory_fd = _open(directory, os.O_RDONLY | os.O_DIRECTORY, stack)
@@ -79,6 +79,10 @@ def open_image_dir(directory: Path) -> Iterator[OpenImage]:
                 raise Refused(f"{path} is not a regular file")
             if not status.st_size:
                 raise Refused(f"{path} is empty: the checkpoint was not written yet, or failed")
+            if status.st_size > MAX_FILE_BYTES[name]:
+                raise Refused(
+                    f"{path}: {status.st_size} bytes are too many: a {name} has {MAX_FILE_BYTES[name]} at most"
+                )
             sizes[name], mtimes_ns[name] = status.st_size, status.st_mtime_ns
         head = _head(directory, fds[CHECKPOINT])
         if head.compressed:
@@ -89,8 +93,6 @@ def open_image_dir(directory: Path) -> Iterator[OpenImage]:
         for name in IMAGE_FILES:
             if name not in present:
                 raise Refused(f"{directory} is not an image directory: it has no {name}")
-        if sizes[PAGES_META] > _MAX_PAGES_META_BYTES:
-            raise Damaged(f"{directory / PAGES_META}: {sizes[PAGES_META]} bytes are too many")
         memory_files = decode_pages_meta(_read(fds[PAGES_META], sizes[PAGES_META], directory / PAGES_META))
         check_memory_files(memory_files, pages_bytes=sizes[PAGES], what=str(directory / PAGES_META))
         gvisor = GvisorInfo(

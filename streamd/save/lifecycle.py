@@ -10,7 +10,8 @@ id, or
 3. Beside a manifest only packs of other pushes go, when they are older than the grace.
 4. `remove` replaces the manifest by a tombstone (generation matched). The packs follow an hour later, longer than any
    load takes, and not while a fresh lease says that a node still reads them; `now=True` does not wait.
-5. What isn't understood stays: unknown names, manifests that can't be read.
+5. What isn't understood stays: unknown names, manifests that can't be read. (`remove` removes those, too: it was asked
+   to. Their packs follow when they are older than the grace, since nothing says whose they are.)
 Ages are by the store's clock, read before anything is listed, so that they come out too small rather than too large.
 Objects are deleted at the generation that was listed. Everything may stop anywhere and be done again.
 """
@@ -58,7 +59,7 @@ class RemoveResult:
 
 @dataclass(slots=True)
 class CollectResult:
-    """What a pass of `collect` did; `kept` says of each id that is not yet done why not."""
+    """What a pass of `collect` did; `kept` says of each id that is not done why not, be it that the store refused."""
 
     ids_claimed: list[str] = field(default_factory=list)
     ids_finished: list[str] = field(default_factory=list)
@@ -95,8 +96,8 @@ def plan(
             if not ours or not all(map(old, ours)):
                 return Plan(kept="unfinished push, younger than the grace" if ours else "")
             return Plan(tombstone=Tombstone("gc"), delete=tuple(ours))
-        case Unreadable(reason):
-            return Plan(kept=f"its manifest can't be read: {reason}")
+        case Unreadable(error):
+            return Plan(kept=f"its manifest can't be read: {error}")
         case Manifest(push_id=winner):
             others = [info for info, match in ours.items() if match[1] not in (None, winner)]
             return Plan(delete=tuple(filter(old, others)))
@@ -157,8 +158,10 @@ def remove(
     if not now or push_id is None:
         return RemoveResult(snapshot_id, leases)
     packs = [info for info in objects if info.key.startswith(packs_prefix(snapshot_id, push_id))]
-    _, count, size = _delete(store, packs, until_s=began_s + _DECISION_LIFE_S, monotonic=monotonic, threads=threads)
-    return RemoveResult(snapshot_id, leases, count, size)
+    done = _delete(store, packs, until_s=began_s + _DECISION_LIFE_S, monotonic=monotonic, threads=threads)
+    if done.refused:
+        raise done.refused
+    return RemoveResult(snapshot_id, leases, done.count, done.size)
 
 
 def collect(
@@ -171,7 +174,10 @@ def collect(
 ) -> CollectResult:
     """Make one pass over the store. Two passes, the grace apart, remove everything that is to go.
 
-    `progress` is told each id that something is done about. Raises: `StoreError`.
+    `progress` is told each id that something is done about. What the store refuses about one id (FORBIDDEN, such as an
+    object under a hold) is noted in the result's `kept`, and the others are done.
+
+    Raises: `StoreError`: the store fails as a whole, or is not there.
     """
     now_s = store.now_s()
     result = CollectResult()
@@ -202,8 +208,8 @@ def _collect_one(
 ) -> bool:
     """Look at one id afresh and do what its plan says; False when the time for that ran out before it was done."""
     began_s = monotonic()
-    objects = tuple(store.list(f"{snapshot_id}/"))
     try:
+        objects = tuple(store.list(f"{snapshot_id}/"))
         existing = next(
             (read_version(store, info) for info in objects if info.key == manifest_key(snapshot_id)),
             None,
@@ -218,19 +224,23 @@ def _collect_one(
             store.delete(existing.info.key, generation=existing.info.generation)
             result.ids_finished.append(snapshot_id)
     except StoreError as error:
-        if error.store_kind not in (StoreErrorKind.CHANGED, StoreErrorKind.GONE):
-            raise
-        result.kept[snapshot_id] = "it changed a moment ago"
+        match error.store_kind:
+            case StoreErrorKind.CHANGED | StoreErrorKind.GONE:
+                result.kept[snapshot_id] = "it changed a moment ago"
+            case StoreErrorKind.FORBIDDEN:
+                result.kept[snapshot_id] = str(error)
+            case _:
+                raise
         return True
     result.kept.pop(snapshot_id, None)
     if todo.kept:
         result.kept[snapshot_id] = todo.kept
-    done, count, size = _delete(
-        store, todo.delete, until_s=began_s + _DECISION_LIFE_S, monotonic=monotonic, threads=threads
-    )
-    result.objects_deleted += count
-    result.bytes_deleted += size
-    return done
+    done = _delete(store, todo.delete, until_s=began_s + _DECISION_LIFE_S, monotonic=monotonic, threads=threads)
+    result.objects_deleted += done.count
+    result.bytes_deleted += done.size
+    if done.refused:
+        result.kept[snapshot_id] = str(done.refused)
+    return done.all_tried or done.refused is not None
 
 
 def _may_need_work(snapshot_id: str, objects: Sequence[ObjectInfo]) -> bool:
@@ -252,23 +262,33 @@ def _fresh_leases(snapshot_id: str, objects: Iterable[ObjectInfo], *, now_s: flo
     )
 
 
+@dataclass(frozen=True, slots=True)
+class _Deleted:
+    """What became of versions that were to be deleted: `count` of `size` bytes were; the first FORBIDDEN, if any."""
+
+    all_tried: bool
+    count: int
+    size: int
+    refused: StoreError | None
+
+
 def _delete(
     store: Store, infos: Sequence[ObjectInfo], *, until_s: float, monotonic: Callable[[], float], threads: int
-) -> tuple[bool, int, int]:
-    """Delete these versions, beginning none after `until_s`.
+) -> _Deleted:
+    """Delete these versions, beginning none after `until_s`. Raises: `StoreError`, but not FORBIDDEN."""
 
-    Tells whether all were tried, how many were there still, and their bytes. Raises: `StoreError`.
-    """
-
-    def delete_one(info: ObjectInfo) -> bool | None:
+    def delete_one(info: ObjectInfo) -> bool | StoreError | None:
         if monotonic() > until_s:
             return None
         try:
             store.delete(info.key, generation=info.generation)
         except StoreError as error:
-            if error.store_kind not in (StoreErrorKind.GONE, StoreErrorKind.CHANGED):
-                raise
-            return False
+            match error.store_kind:
+                case StoreErrorKind.GONE | StoreErrorKind.CHANGED:
+                    return False
+                case StoreErrorKind.FORBIDDEN:
+                    return error
+            raise
         return True
 
     if threads <= 1 or len(infos) <= 1:
@@ -280,5 +300,6 @@ def _delete(
             deleted = [future.result() for future in futures]
         finally:
             workers.stop(timeout_s=10)
-    sizes = [info.size for info, gone in zip(infos, deleted, strict=True) if gone]
-    return None not in deleted, len(sizes), sum(sizes)
+    sizes = [info.size for info, outcome in zip(infos, deleted, strict=True) if outcome is True]
+    refused = next((outcome for outcome in deleted if isinstance(outcome, StoreError)), None)
+    return _Deleted(None not in deleted, len(sizes), sum(sizes), refused)

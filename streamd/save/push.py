@@ -26,12 +26,14 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from streamd.errors import Exit, StoreError, StreamdError
+from streamd.errors import Exit, Refused, StoreError, StreamdError
 from streamd.save.commit import Commit, SnapshotWriter
 from streamd.save.encoding import Batch, BatchEncoder, EncodedBatch, EncodedChunk, batches
 from streamd.save.image_dir import OpenImage, open_image_dir
 from streamd.save.workers import Workers
+from streamd.snapshot.chunks import MAX_CHUNKS
 from streamd.snapshot.frames import DEFAULT_LEVEL
+from streamd.snapshot.head import MAX_HEAD_BYTES, MAX_PACK_ENTRY_BYTES, MAX_PACKS, read_head, write_head
 from streamd.snapshot.manifest import ChunkTable, Codec, ImageFile, Manifest, Pack
 from streamd.snapshot.memory import PAGE_BYTES
 from streamd.snapshot.names import IMAGE_FILES
@@ -138,9 +140,13 @@ def push(
     push_id: str,
     options: PushOptions | None = None,
     progress: Callable[[PushProgress], None] | None = None,
+    on_checked: Callable[[], None] | None = None,
     cancel: threading.Event | None = None,
 ) -> PushResult:
     """Save an image directory as a snapshot. `progress` is called in this thread, about once a MiB.
+
+    `on_checked` is called once, when the directory was found to be in order and the store was not asked anything yet:
+    from then on there is something to resume, so a command prints the ids there.
 
     Raises: `Refused`: not an image directory, it changes meanwhile, the id is taken or being removed. `Damaged`: the
         image's numbers don't add up. `NotFound`. `PushFailed`: the store or the disk failed, or the push was
@@ -158,6 +164,9 @@ def push(
             cancel=cancel,
         )
         try:
+            running.check()
+            if on_checked:
+                on_checked()
             return running.run()
         except (StoreError, OSError, KeyboardInterrupt, _Cancelled) as error:
             raise PushFailed(error, snapshot_id=snapshot_id, push_id=push_id, committing=running.committing) from error
@@ -209,6 +218,27 @@ class _Push:
         self._done_bytes = 0
         self._stored_bytes = 0
         self._table = _TableBuilder()
+
+    def check(self) -> None:
+        """Check, before anything of pages.img is read, whatever would be refused in the manifest at the end.
+
+        Raises: `Refused`, `Damaged`.
+        """
+        trial = self._manifest()  # without packs and chunks
+        chunks = sum(file.chunk_count for file in trial.files)
+        if chunks > MAX_CHUNKS:
+            raise Refused(
+                f"{self._image.directory}: {chunks} chunks of {self._options.chunk_bytes} bytes are more than the"
+                f" {MAX_CHUNKS} of a snapshot; push with larger chunks (--chunk-size)"
+            )
+        head = write_head(trial)
+        read_head(head)
+        room = MAX_HEAD_BYTES - MAX_PACKS * MAX_PACK_ENTRY_BYTES
+        if len(head) > room:
+            raise Refused(
+                f"{self._image.directory}: the names of its containers, the CPU features and the metadata together take"
+                f" {len(head)} bytes, more than {room}"
+            )
 
     def run(self) -> PushResult:
         """Do it all."""
@@ -270,6 +300,8 @@ class _Push:
 
     def _upload(self) -> None:
         """Hand the full pack over, and take an empty buffer, if need be after waiting for one."""
+        if self._pack_count >= MAX_PACKS:
+            raise Refused(f"{self._image.directory}: it fills more than {MAX_PACKS} packs, the most of a snapshot")
         view = memoryview(self._pack)[: self._filled]
         future = self._uploaders.submit(self._writer.put_pack, self._pack_count, view)
         self._uploading[future] = (self._pack_count, self._pack)

@@ -1,6 +1,6 @@
 """Stored frames back from packs: which to ask for together, and cutting what arrives into frames."""
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -33,8 +33,11 @@ def spans(table: ChunkTable, *, span_bytes: int | None = None) -> Iterator[Span]
     if span_bytes:
         part = offset // np.uint64(span_bytes)
         apart |= part[1:] != part[:-1]
-    for group in np.split(rows, np.flatnonzero(apart) + 1):
-        yield Span(int(table.pack[group[0]]), group)
+    # One at a time: a table whose frames all lie apart has millions.
+    first = 0
+    for after in (*(np.flatnonzero(apart) + 1).tolist(), len(rows)):
+        yield Span(int(pack[first]), rows[first:after])
+        first = after
 
 
 def read_frames(store: Store, info: ObjectInfo, table: ChunkTable, span: Span) -> Iterator[tuple[int, bytes]]:
@@ -45,21 +48,37 @@ def read_frames(store: Store, info: ObjectInfo, table: ChunkTable, span: Span) -
     start = int(table.offset[span.rows[0]])
     end = int(table.offset[span.rows[-1]]) + int(table.frame_bytes[span.rows[-1]])
     pieces = store.read(info.key, generation=info.generation, start=start, end=end)
-    yield from zip(span.rows.tolist(), cut(pieces, table.frame_bytes[span.rows].tolist(), info.key), strict=True)
+    parts = ((0, size) for size in table.frame_bytes[span.rows].tolist())
+    yield from zip(span.rows.tolist(), cut(pieces, parts, info.key), strict=True)
 
 
-def cut(pieces: Iterator[Buffer], sizes: list[int], key: str) -> Iterator[bytes]:
-    """Cut a body into parts of these sizes."""
-    pending = bytearray()
-    for size in sizes:
-        while len(pending) < size:
-            piece = next(pieces, None)
-            if piece is None:
-                raise StoreError(StoreErrorKind.TRANSIENT, key, "the body ended early")
-            pending += piece
-        part = bytes(memoryview(pending)[:size])
-        del pending[:size]
-        yield part
+def rows_of_packs(table: ChunkTable, pack_count: int) -> list[NDArray[np.intp]]:
+    """Give each pack's rows, in the order of their offsets."""
+    rows = np.flatnonzero(table.codec != Codec.ZERO)
+    rows = rows[np.lexsort((table.offset[rows], table.pack[rows]))]
+    return np.split(rows, np.searchsorted(table.pack[rows], np.arange(1, pack_count)))
+
+
+def cut(pieces: Iterator[Buffer], parts: Iterable[tuple[int, int]], key: str) -> Iterator[bytes]:
+    """Cut a body: each part is how many bytes to pass over, and how many to give then.
+
+    Only what is given is held, one part at a time and a piece. Raises: `StoreError` TRANSIENT when the body ends early.
+    """
+    piece = memoryview(b"")
+    for gap, size in parts:
+        part = bytearray()
+        while gap or len(part) < size:
+            if not piece:
+                following = next(pieces, None)
+                if following is None:
+                    raise StoreError(StoreErrorKind.TRANSIENT, key, "the body ended early")
+                piece = memoryview(following).cast("B")
+            passed = min(gap, len(piece))
+            gap -= passed
+            taken = piece[passed : passed + size - len(part)]
+            part += taken
+            piece = piece[passed + len(taken) :]
+        yield bytes(part)
 
 
 def place(manifest: Manifest, row: int) -> tuple[int, int]:

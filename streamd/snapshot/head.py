@@ -10,7 +10,7 @@ from streamd.snapshot import Buffer, strict_json
 from streamd.snapshot.chunks import MAX_CHUNK_BYTES, MAX_CHUNKS, MAX_PACK_BYTES, NO_CHUNKS
 from streamd.snapshot.memory import PAGE_BYTES, MemoryFile
 from streamd.snapshot.model import GvisorInfo, ImageFile, Manifest, Pack
-from streamd.snapshot.names import IMAGE_FILES, checked_id
+from streamd.snapshot.names import CHECKPOINT, IMAGE_FILES, PAGES, PAGES_META, checked_id
 
 KNOWN_FEATURES: frozenset[str] = frozenset()
 
@@ -18,7 +18,12 @@ MAX_PACKS = 2**16  # 2 TiB in packs of 32 MiB; 110 bytes of JSON each
 MAX_PAGE_RANGES = 2**22  # 32 GiB of memory where every second page is zero
 MAX_MEMORY_FILES = 2**12
 MAX_HEAD_BYTES = 8 << 20
+MAX_PACK_ENTRY_BYTES = 116  # what one pack takes in a head, at most
 _MAX_SIZE = 2**63 - 1  # off_t
+# A mount holds these two files whole in memory, from before the first read until its end. A checkpoint.img has the
+# kernel's objects: 0.2 MB for a small container, tens of MB for many thousands of tasks and files. A pages_meta.img has
+# some 20 bytes a range of memory: 64 MiB are 3 million ranges.
+MAX_FILE_BYTES = {CHECKPOINT: 256 << 20, PAGES_META: 64 << 20, PAGES: _MAX_SIZE}
 _LATEST_S = 253402300799  # the last second of the year 9999, the last one that a date can show
 
 
@@ -91,7 +96,7 @@ def _read_files(fields: strict_json.Fields) -> tuple[ImageFile, ...]:
     files = tuple(
         ImageFile(
             name=file.name("name"),
-            size=file.integer("size", most=_MAX_SIZE),
+            size=file.integer("size", most=MAX_FILE_BYTES.get(file.name("name"), _MAX_SIZE)),
             first_chunk=file.integer("first_chunk", most=MAX_CHUNKS),
             chunk_count=file.integer("chunk_count", most=MAX_CHUNKS),
         )

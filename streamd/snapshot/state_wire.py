@@ -13,8 +13,8 @@ from streamd.snapshot.varints import Cursor
 
 _OBJECT_FLAG = 1 << 63
 _ROOT = 1
-# Far more than a list of a pod's memory files needs. In a list of Nil every element but the first takes no byte at all,
-# so the bytes that are there bound nothing.
+# Far more than a list of a pod's memory files needs; the fields of types and the steps of references count, too. In a
+# list of Nil every element but the first takes no byte at all, so the bytes that are there bound nothing.
 _MAX_VALUES = 2**18
 _MAX_DEPTH = 32
 
@@ -109,9 +109,9 @@ class _Reader:
 
     def _value(self, depth: int, tag: int | None = None) -> Value:
         """Take a value, with its tag in front unless `tag` is given. Tags are numbered as in wire.go."""
-        self._values_left -= 1
-        if self._values_left < 0 or depth > _MAX_DEPTH:
-            raise self._damaged(f"more than {_MAX_VALUES} values, or {_MAX_DEPTH} levels of them")
+        self._count(1)
+        if depth > _MAX_DEPTH:
+            raise self._damaged(f"more than {_MAX_DEPTH} levels of values")
         uint = self._cursor.uint
         match uint() if tag is None else tag:
             case 0 | 1 | 2 | 3 | 4:  # Bool, Int, Uint, Float32, Float64: all varints, whose meaning nobody needs here
@@ -145,7 +145,8 @@ class _Reader:
                 return Sequence((uint(), uint()))
             case 17:  # Type
                 name = self._text()
-                return Type(name, tuple(self._text() for _ in range(uint())))
+                self._count(fields := uint())
+                return Type(name, tuple(self._text() for _ in range(fields)))
             case unknown:
                 raise self._damaged(f"a value of unknown type {unknown}")
 
@@ -161,7 +162,7 @@ class _Reader:
 
     def _ref(self) -> Ref:
         root = self._cursor.uint()
-        dots = self._cursor.uint()
+        self._count(dots := self._cursor.uint())
         for _ in range(dots):
             dot = self._cursor.uint()
             if dot & 1:  # a field's name: minus its length, zigzag
@@ -188,6 +189,11 @@ class _Reader:
                 pass
             case unknown:
                 raise self._damaged(f"a type of unknown kind {unknown}")
+
+    def _count(self, values: int) -> None:
+        self._values_left -= values
+        if self._values_left < 0:
+            raise self._damaged(f"more than {_MAX_VALUES} values")
 
     def _text(self) -> str:
         return self._cursor.take(self._cursor.uint()).decode("utf-8", "replace")

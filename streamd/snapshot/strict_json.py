@@ -14,6 +14,8 @@ from streamd.snapshot import Buffer
 
 # Text in names and versions; container names and versions are far shorter. Free metadata may be longer.
 MAX_NAME_CHARS = 1024
+# What one object may have. The widest there is are a pod's specs and a push's metadata; both have a few dozen.
+MAX_MEMBERS = 2**16
 _MAX_NUMBER_CHARS = 40
 
 
@@ -22,7 +24,8 @@ def parse(data: Buffer, what: str, *, max_containers: int) -> "Fields":
 
     The parser's own memory is a small multiple of the text's for strings and numbers, but 20 times it for `[],[],…`.
 
-    Raises: `Damaged`: not UTF-8, not JSON, two members of one name, NaN, absurd numbers, nested too deep.
+    Raises: `Damaged`: not UTF-8, not JSON, two members of one name, more than `MAX_MEMBERS` in one object, NaN, absurd
+        numbers, nested too deep.
     """
     raw = bytes(data)
     if raw.count(b"[") + raw.count(b"{") > max_containers:
@@ -42,11 +45,13 @@ def parse(data: Buffer, what: str, *, max_containers: int) -> "Fields":
 
 
 def _unique(pairs: list[tuple[str, object]], what: str) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) != len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
-        raise Damaged(f"{what}: {twice[:80]!r} is there twice")
+    if len(pairs) > MAX_MEMBERS:
+        raise Damaged(f"{what}: an object of {len(pairs)} members, more than {MAX_MEMBERS}")
+    found: dict[str, object] = {}
+    for name, value in pairs:
+        if name in found:
+            raise Damaged(f"{what}: {name[:80]!r} is there twice")
+        found[name] = value
     return found
 
 
@@ -70,8 +75,8 @@ class Fields:
         self._where = where
 
     def names(self) -> Sequence[str]:
-        """Give the members' names, in the order of the text."""
-        return tuple(self._members)
+        """Give the members' names, in the order of the text, each fit to be printed as by `name`."""
+        return tuple(self._checked_name(repr(name[:80]), name) for name in self._members)
 
     def integer(self, name: str, *, least: int = 0, most: int) -> int:
         """Give a whole number in [least, most]."""

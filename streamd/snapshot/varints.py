@@ -21,6 +21,9 @@ class Cursor:
         """Take an unsigned number below 2**64: 7 bits a byte, lowest first, in ten bytes at most."""
         value = shift = 0
         data, at = self.data, self.at
+        if at < len(data) and data[at] < 0x80:  # most are
+            self.at = at + 1
+            return data[at]
         while True:
             if at == len(data):
                 raise Damaged(f"{self.what}: cut short at byte {at}")

@@ -21,10 +21,11 @@ from streamd.store.port import ObjectInfo, Store
 class Pinned:
     """A snapshot as it was when it was opened.
 
-    `digest` is the SHA-256 of the stored manifest (32 bytes), `packs[i]` the version of pack i.
+    `data` is the stored manifest, `digest` its SHA-256 (32 bytes), `packs[i]` the version of pack i.
     """
 
     manifest: Manifest
+    data: bytes
     digest: bytes
     manifest_info: ObjectInfo
     packs: tuple[ObjectInfo, ...]
@@ -65,8 +66,9 @@ class BeingRemoved(Refused):
 def open_snapshot(store: Store, snapshot_id: str) -> Pinned:
     """Pin a snapshot.
 
-    Raises: `NotFound`; `BeingRemoved` (a `Refused`); `Damaged`, which names the field or the pack; `Refused` for a
-    manifest of a later version; `StoreError`, CHANGED among them when the manifest was replaced in this moment.
+    Raises: `NotFound`, which says so when the address is a store's; `BeingRemoved` (a `Refused`); `Damaged`, which
+    names the field or the pack; `Refused` for a manifest of a later version; `StoreError`, CHANGED among them when the
+    manifest was replaced in this moment.
     """
     infos = {info.key: info for info in store.list(f"{names.checked_id(snapshot_id)}/")}
     try:
@@ -80,14 +82,17 @@ def open_snapshot(store: Store, snapshot_id: str) -> Pinned:
 def list_snapshots(store: Store) -> Iterator[CatalogEntry]:
     """Go through all snapshots of a store in id order, reading each manifest. One bad snapshot hides no other.
 
-    Raises: `StoreError` when the store itself fails.
+    Raises: `NotFound` when this is no store but a snapshot; `StoreError` when the store itself fails.
     """
+    in_a_snapshot, empty = False, True
     # In key order, and an id holds no slash, so that what belongs to one id stands together.
     for snapshot_id, group in itertools.groupby(store.list(""), lambda info: info.key.partition("/")[0]):
         infos = {info.key: info for info in group}
+        in_a_snapshot |= names.MANIFEST in infos
         info = infos.get(f"{snapshot_id}/{names.MANIFEST}")
         if info is None or not _is_id(snapshot_id):
             continue
+        empty = False
         try:
             yield CatalogEntry(snapshot_id, State.OK, info, pinned=_pin(store, snapshot_id, infos))
         except BeingRemoved as error:
@@ -97,9 +102,15 @@ def list_snapshots(store: Store) -> Iterator[CatalogEntry]:
         except Refused as error:
             yield CatalogEntry(snapshot_id, State.UNSUPPORTED, info, reason=str(error))
         except StoreError as error:
-            # Removed, or replaced by a tombstone, between the listing and now.
-            if error.store_kind not in (StoreErrorKind.GONE, StoreErrorKind.CHANGED):
-                raise
+            match error.store_kind:
+                case StoreErrorKind.GONE | StoreErrorKind.CHANGED:
+                    pass  # removed, or replaced by a tombstone, between the listing and now
+                case StoreErrorKind.FORBIDDEN | StoreErrorKind.CORRUPT:  # about this one object
+                    yield CatalogEntry(snapshot_id, State.DAMAGED, info, reason=f"can't be read: {error}")
+                case _:
+                    raise
+    if in_a_snapshot and empty:
+        raise NotFound(f"{store.url} is a snapshot, not a store; name the store that it is in")
 
 
 def read_manifest(store: Store, info: ObjectInfo) -> bytes:
@@ -117,10 +128,26 @@ def _is_id(text: str) -> bool:
     return True
 
 
+def _is_manifest_below(key: str) -> bool:
+    """Tell whether a key is that of a manifest in a store which is one level down."""
+    _, _, rest = key.partition("/")
+    snapshot_id, _, last = rest.partition("/")
+    return last == names.MANIFEST and snapshot_id != "lease" and _is_id(snapshot_id)
+
+
+def _below(url: str, name: str) -> str:
+    """Give the address of what is one level down; the query of a file: address stays at the end."""
+    base, mark, query = url.partition("?")
+    return f"{base.rstrip('/')}/{name}{mark}{query}"
+
+
 def _pin(store: Store, snapshot_id: str, infos: dict[str, ObjectInfo]) -> Pinned:
     """Open a snapshot, given what is listed under its id."""
     info = infos.get(names.manifest_key(snapshot_id))
     if info is None:
+        if any(_is_manifest_below(key) for key in infos):
+            url = _below(store.url, snapshot_id)
+            raise NotFound(f"{url} is a store, not a snapshot; name a snapshot in it (`streamd ls {url}` lists them)")
         left = f"; {len(infos)} objects of an unfinished or removed push are there" if infos else ""
         raise NotFound(f"{store.url} has no snapshot {snapshot_id}{left}")
     data = read_manifest(store, info)
@@ -131,7 +158,7 @@ def _pin(store: Store, snapshot_id: str, infos: dict[str, ObjectInfo]) -> Pinned
     if manifest.snapshot_id != snapshot_id:
         raise Damaged(f"{info.key}: it is the manifest of {manifest.snapshot_id}")
     packs = tuple(_pinned_pack(manifest, index, infos) for index in range(len(manifest.packs)))
-    return Pinned(manifest=manifest, digest=manifest_digest(data), manifest_info=info, packs=packs)
+    return Pinned(manifest=manifest, data=data, digest=manifest_digest(data), manifest_info=info, packs=packs)
 
 
 def _pinned_pack(manifest: Manifest, index: int, infos: dict[str, ObjectInfo]) -> ObjectInfo:

@@ -9,6 +9,7 @@ import threading
 from typing import Any, Protocol
 
 from streamd.errors import StoreError, StoreErrorKind
+from streamd.store.google_errors import safe_text
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 # Google's metadata server and token endpoints answer within a second or are in trouble.
@@ -86,7 +87,7 @@ def _error(error: Exception) -> StoreError:
     from google.auth import exceptions
 
     # A DefaultCredentialsError explains in a paragraph what to do; others name the endpoint that refused.
-    message = " ".join(str(error.args[0] if error.args else error).split())[:300]
+    message = safe_text(str(error.args[0] if error.args else error))
     unreachable = isinstance(error, exceptions.TransportError) or getattr(error, "retryable", False)
     kind = StoreErrorKind.TRANSIENT if unreachable else StoreErrorKind.CREDENTIALS
     return StoreError(kind, "", f"no Google access token: {message}")

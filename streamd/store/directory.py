@@ -53,6 +53,7 @@ _KINDS = {
     errno.EROFS: StoreErrorKind.FORBIDDEN,
     errno.ELOOP: StoreErrorKind.FORBIDDEN,
     errno.EISDIR: StoreErrorKind.FORBIDDEN,
+    errno.EEXIST: StoreErrorKind.FORBIDDEN,  # a file stands where the store's directory should be
     errno.ENAMETOOLONG: StoreErrorKind.FORBIDDEN,
     errno.EMLINK: StoreErrorKind.FORBIDDEN,
     errno.EOPNOTSUPP: StoreErrorKind.FORBIDDEN,
@@ -140,17 +141,21 @@ class DirectoryStore:
                 key = base + name
                 if not is_key(key.removesuffix("/")):
                     continue
-                if name.endswith("/"):
-                    if key.startswith(prefix) or prefix.startswith(key):
-                        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # removed since
-                            yield from self._walk(
-                                os.open(name[:-1], _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory_fd), key, prefix
-                            )
-                elif key.startswith(prefix):
-                    with contextlib.suppress(FileNotFoundError):
+                try:
+                    if name.endswith("/"):
+                        if not (key.startswith(prefix) or prefix.startswith(key)):
+                            continue
+                        below_fd = os.open(name[:-1], _DIRECTORY | os.O_NOFOLLOW, dir_fd=directory_fd)
+                    else:
                         status = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
-                        if stat.S_ISREG(status.st_mode):
-                            yield _info(key, status)
+                except (FileNotFoundError, NotADirectoryError):
+                    continue  # removed since
+                except OSError as error:
+                    raise _error(error, key) from error
+                if name.endswith("/"):
+                    yield from self._walk(below_fd, key, prefix)
+                elif key.startswith(prefix) and stat.S_ISREG(status.st_mode):
+                    yield _info(key, status)
         finally:
             os.close(directory_fd)
 
@@ -188,6 +193,10 @@ class DirectoryStore:
         return crc
 
     def now_s(self) -> float:
+        try:
+            os.stat(self._root)  # a question must not make the store
+        except OSError as error:
+            raise _error(error, self._root) from error
         return self.put(CLOCK_KEY, b"", condition=Condition.ANY).updated_s
 
     def close(self) -> None:
@@ -246,9 +255,8 @@ class DirectoryStore:
 
     def delete(self, key: str, *, generation: str) -> None:
         checked_key(key)
-        if not os.path.isdir(self._root):
-            raise _gone(key)
         try:
+            os.stat(self._root)  # a deletion must not make the store
             own_fd = self._own_directory()
             try:
                 with self._locked(own_fd, key):
@@ -294,7 +302,10 @@ class DirectoryStore:
         except OSError as error:
             raise _error(error, key) from error
         try:
-            status = os.fstat(fd)
+            try:
+                status = os.fstat(fd)
+            except OSError as error:
+                raise _error(error, key) from error
             if not stat.S_ISREG(status.st_mode):
                 raise _gone(key)
             yield fd, status

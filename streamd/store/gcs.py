@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 from streamd.errors import StoreError, StoreErrorKind
 from streamd.store.checksum import crc32c
 from streamd.store.credentials import Tokens, default_tokens
-from streamd.store.google_errors import translated
+from streamd.store.google_errors import refuse_strange, translated
 from streamd.store.port import CLOCK_KEY, Buffer, Condition, ObjectInfo, checked_key, is_key
 
 if TYPE_CHECKING:
@@ -111,8 +111,9 @@ class GoogleStore:
                     yield _info(key, blob)
 
     def head(self, key: str) -> ObjectInfo:
+        name = self._prefix + checked_key(key)
         with self._asking(key):
-            blob = self._bucket_client().blob(self._prefix + checked_key(key))
+            blob = self._bucket_client().blob(name)
             blob.reload(timeout=self._read_timeout, retry=None)
             return _info(key, blob)
 
@@ -125,8 +126,9 @@ class GoogleStore:
             case str():
                 match_generation = int(condition)
         view = memoryview(data).cast("B")
+        name = self._prefix + checked_key(key)
         with self._asking(key):
-            blob = self._bucket_client().blob(self._prefix + checked_key(key), chunk_size=_UPLOAD_STEP_BYTES)
+            blob = self._bucket_client().blob(name, chunk_size=_UPLOAD_STEP_BYTES)
             # The crc32c goes with the request, so that the store refuses damaged bytes before they are an object. In an
             # upload in steps it is not left to the client, which would also check the answer and, if that is wrong,
             # delete what is there then, whosever it is, with retries.
@@ -150,16 +152,17 @@ class GoogleStore:
             return info
 
     def delete(self, key: str, *, generation: str) -> None:
+        name, match_generation = self._prefix + checked_key(key), int(generation)
         with self._asking(key):
-            blob = self._bucket_client().blob(self._prefix + checked_key(key))
+            blob = self._bucket_client().blob(name)
             if self._anonymous:
                 # fake-gcs-server ignores the condition of a delete (fsouza/fake-gcs-server#1282); this is the same,
                 # but for a race that matters to nobody's data.
                 blob.reload(timeout=self._read_timeout, retry=None)
                 if str(blob.generation) != generation:
                     raise StoreError(StoreErrorKind.CHANGED, key, f"has generation {blob.generation}, not {generation}")
-                blob = self._bucket_client().blob(blob.name)
-            blob.delete(if_generation_match=int(generation), timeout=self._read_timeout, retry=None)
+                blob = self._bucket_client().blob(name)
+            blob.delete(if_generation_match=match_generation, timeout=self._read_timeout, retry=None)
 
     def crc32c(self, info: ObjectInfo) -> int:
         if info.crc32c is not None:
@@ -228,6 +231,7 @@ class GoogleStore:
 
                 session = requests.Session()
                 session.auth = self._sign
+                session.hooks["response"].append(refuse_strange)
                 adapter = requests.adapters.HTTPAdapter(pool_connections=1, pool_maxsize=_CONNECTIONS, max_retries=0)
                 session.mount(self._endpoint, adapter)
                 # The session signs (Google's own would refresh tokens on its own account and try again); the project
@@ -282,20 +286,25 @@ class GoogleStore:
     @contextlib.contextmanager
     def _asking(self, key: str, generation: str = "") -> Iterator[None]:
         """Turn what the clients raise inside into a `StoreError` about `key`; a generation says it is a pinned read."""
-        token = ""
         try:
             token = self._fresh_token()
+        except StoreError as error:
+            raise self._about_store(error.store_kind, key, str(error)) from error
+        try:
             yield
             return
         except StoreError as error:
-            if error.key or not key:
+            if error.key:
                 raise
-            raise StoreError(error.store_kind, key, str(error)) from error
+            store_error = StoreError(error.store_kind, key, str(error))  # from one of the hooks
+            store_error.__cause__ = error
+        except MemoryError:
+            raise
         except Exception as error:
             store_error = translated(error, key)
-            if store_error is None:
-                raise
             store_error.__cause__ = error
+        if not key or key.endswith("/"):  # a listing
+            store_error = self._about_store(store_error.store_kind, key, str(store_error).removeprefix(f"{key}: "))
         if store_error.store_kind is StoreErrorKind.CREDENTIALS and self._tokens is not None:
             self._tokens.refuse(token)
         if store_error.store_kind is StoreErrorKind.GONE and generation:
@@ -306,6 +315,12 @@ class GoogleStore:
                 )
             raise StoreError(StoreErrorKind.TRANSIENT, key, f"generation {generation} is there, but wasn't found")
         raise store_error
+
+    def _about_store(self, kind: StoreErrorKind, key: str, message: str) -> StoreError:
+        """Make an error about no single object: its message names the store."""
+        error = StoreError(kind, "", f"{self.url}: {message}")
+        error.key = key
+        return error
 
 
 class _Reader:
@@ -330,10 +345,13 @@ class _Reader:
 
 
 def _info(key: str, blob: Any) -> ObjectInfo:
+    """Give what an answer says of an object. Raises: any exception when it isn't as Google's are."""
+    if (size := int(blob.size)) < 0:
+        raise ValueError(f"an object of {size} bytes")
     return ObjectInfo(
         key=key,
-        size=int(blob.size),
-        generation=str(blob.generation),
+        size=size,
+        generation=str(int(blob.generation)),
         # Listings leave it out for objects under a customer's own key.
         crc32c=int.from_bytes(base64.b64decode(blob.crc32c), "big") if blob.crc32c else None,
         updated_s=blob.updated.timestamp(),

@@ -5,12 +5,13 @@ obstore says everything in one exception's message. What has no status is TRANSI
 time-out, a name that isn't found, an answer that makes no sense.
 
 A `StoreError` from here has the status and the server's own explanation in its message, never an address (that of an
-upload is a capability) and never a header.
+upload is a capability), never a header, and no token, even if the server repeats it (`safe_text`).
 """
 
 import http
 import json
 import re
+from typing import Any
 
 from streamd.errors import StoreError, StoreErrorKind
 
@@ -41,14 +42,38 @@ _OBSTORE_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _XML_MESSAGE = re.compile(r"<(Details|Message)>([^<]{1,200})<")
 
 
-def translated(error: Exception, key: str) -> StoreError | None:
-    """Say what an exception of either client means; None if it is a bug of ours and must pass."""
+_TOKEN = re.compile(r"(?i)bearer\W+\S+|ya29\.\S+|(access_?token|authorization)\W+\S+")
+
+
+def safe_text(text: str) -> str:
+    """Make somebody else's text fit for a message: one line of 300 characters, without what may be a token."""
+    return _TOKEN.sub("[redacted]", " ".join(text.split()))[:300]
+
+
+def refuse_strange(response: Any, *_: object, **__: object) -> None:
+    """Class a refusal whose JSON has not the shape that Google's client takes for granted; a hook of `requests`.
+
+    (The client would fail over it with an AttributeError, and the status would be lost.) Raises: `StoreError`.
+    """
+    if response.status_code < 400:
+        return
+    try:
+        payload = response.json()
+    except ValueError:
+        return  # not JSON: the client takes it for text
+    if not isinstance(payload, dict) or not isinstance(payload.get("error", {}), dict):
+        raise _status_error(int(response.status_code), "", "", response.text)
+
+
+def translated(error: Exception, key: str) -> StoreError:
+    """Say what an exception of either client means."""
     text = str(error)
     module = type(error).__module__.partition(".")[0]
     if module == "obstore" or (isinstance(error, FileNotFoundError) and "Debug source:" in text):
         return _from_obstore(error, text, key)
     if module not in ("google", "requests", "urllib3") and not isinstance(error, OSError):
-        return None
+        # The clients look into answers without a check. TRANSIENT, as after no answer: it may have been carried out.
+        return StoreError(StoreErrorKind.TRANSIENT, key, f"the answer makes no sense ({type(error).__name__})")
     status = getattr(error, "code", None)
     response = getattr(error, "response", None)
     if status is None and response is not None:
@@ -60,7 +85,7 @@ def translated(error: Exception, key: str) -> StoreError | None:
     return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({_innermost(error)})")
 
 
-def _from_obstore(error: Exception, text: str, key: str) -> StoreError | None:
+def _from_obstore(error: Exception, text: str, key: str) -> StoreError:
     from obstore import exceptions
 
     status = _OBSTORE_STATUS.search(text)
@@ -71,14 +96,14 @@ def _from_obstore(error: Exception, text: str, key: str) -> StoreError | None:
         return _status_error(301, key, "", "")
     match error:
         case exceptions.InvalidPathError() | exceptions.UnknownConfigurationKeyError() | exceptions.NotSupportedError():
-            return None
+            return StoreError(StoreErrorKind.FORBIDDEN, key, f"the client refuses it ({type(error).__name__})")
         case exceptions.UnauthenticatedError():
             return StoreError(StoreErrorKind.CREDENTIALS, key, "no access token")
         case FileNotFoundError():
             return StoreError(StoreErrorKind.GONE, key, "not there")
     # The last quoted or named cause in obstore's description of the failure, for example ConnectionRefused.
     causes = re.findall(r"kind: (\w+)", text) + re.findall(r'error: "([^"]{1,100})', text)
-    return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({causes[-1] if causes else 'unknown'})")
+    return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({safe_text(causes[-1]) if causes else 'unknown'})")
 
 
 def _json_message(body: str) -> str:
@@ -96,7 +121,7 @@ def _status_error(status: int, key: str, message: str, body: str) -> StoreError:
     return StoreError(
         kind_of_status(status, body),
         key,
-        f"{status} {phrase}" + (f": {' '.join(message.split())[:300]}" if message else ""),
+        f"{status} {phrase}" + (f": {safe_text(message)}" if message else ""),
     )
 
 

@@ -1,8 +1,15 @@
 """The commands on a directory store, from push to gc, as their users run them."""
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+import pytest
+
+from streamd.commands.invocation import opened_store
+from streamd.commands.output import print_facts
+from streamd.errors import StoreError, StoreErrorKind
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Streamd
@@ -56,6 +63,46 @@ def test_people_get_text(streamd: "Streamd", snapshot: str) -> None:
     assert streamd.run("verify", snapshot).stdout.endswith("all as they should be\n")
 
 
+def test_what_a_snapshot_holds_can_not_write_on_the_terminal(streamd: "Streamd", image: Path) -> None:
+    store = f"file://{streamd.base}/store"
+    url = streamd.ok("push", image, store, "--metadata", "bad\x1b[2J\nkey=bad\x1b[2J\nvalue")["url"]
+    shown = streamd.run("inspect", url).stdout
+    assert "\x1b" not in shown
+    assert re.search(r"^metadata bad\\x1b\[2J\\nkey  bad\\x1b\[2J\\nvalue$", shown, re.MULTILINE)
+
+
+def test_facts_are_for_people(capsys: pytest.CaptureFixture[str]) -> None:
+    print_facts([("cache", None), ("ok", True), ("bad", False), ("pid", 1)])
+    assert capsys.readouterr().out == "cache  –\nok     yes\nbad    no\npid    1\n"
+
+
+def test_what_a_store_answers_can_not_write_on_the_terminal(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class FailsOnce:
+        def close(self) -> None:
+            pass
+
+    def retrying(store: object, *, deadline_s: float, on_retry: Callable[[StoreError, float], None]) -> object:
+        on_retry(StoreError(StoreErrorKind.TRANSIENT, "", "503 \x1b[2J"), 1.0)
+        return store
+
+    monkeypatch.setattr("streamd.store.opening.open_store", lambda _: FailsOnce())
+    monkeypatch.setattr("streamd.store.retry.retrying", retrying)
+    with opened_store("file:///x", timeout_s=1.0):
+        pass
+    assert "(503 \\x1b[2J); trying again" in capsys.readouterr().err
+
+
+def test_rm_now_says_whose_restores_it_ended(streamd: "Streamd", snapshot: str) -> None:
+    lease = streamd.base / "store" / "web-1" / "lease" / "node-7"
+    lease.parent.mkdir()
+    lease.write_bytes(b"")
+    result = streamd.run("rm", snapshot, "--now")
+    assert result.returncode == 0
+    assert "it was being read, and those restores fail, by: node-7" in result.stderr
+
+
 def test_push_prints_its_ids_first_and_takes_them_again(streamd: "Streamd", image: Path) -> None:
     store = f"file://{streamd.base}/store"
     first = streamd.run("push", image, store)
@@ -101,3 +148,16 @@ def test_help_of_every_command_has_an_example_and_imports_no_client(streamd: "St
         shown = streamd.run(name, "--help")
         assert shown.returncode == 0
         assert f"streamd {name} " in shown.stdout.partition("Example:")[2]
+
+
+def test_help_quotes_what_a_shell_would_take_apart_and_says_what_takes_time(streamd: "Streamd") -> None:
+    def help_of(*command: str) -> str:
+        return " ".join(streamd.run(*command, "--help").stdout.split())
+
+    texts = {name: help_of(*name.split()) for name in ("", "mount", "umount", "fail", "push")}
+    for text in texts.values():
+        assert "&" not in re.sub(r"'[^']*'", "", text)
+    assert "'file:///dir?latency=15ms&rate=100MB/s'" in texts[""]
+    for name in ("umount", "fail"):
+        assert "runsc needs a second or two to report" in texts[name]
+    assert "the first waits for open files, up to 10 s, the second fails their reads" in texts["mount"]

@@ -1,12 +1,14 @@
 """How commands end: a table of bad days, their exit codes, and what is said of them."""
 
+import importlib
 import json
 import os
 import shutil
 import signal
 import socket
 import subprocess
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -60,6 +62,14 @@ BAD_DAYS: dict[str, tuple[str, Exit, str]] = {
     "damaged snapshot, mount": ("mount file://{base}/store/damaged {base}/empty", Exit.DAMAGED, ""),
     "flipped bit in a pack, verify": ("verify file://{base}/store/flipped", Exit.DAMAGED, "pages.img at byte"),
     "flipped bit in a pack, pull": ("pull file://{base}/store/flipped {base}/copy", Exit.DAMAGED, ""),
+    "id that can't be one, push": ("push {base}/image file://{base}/store --id Web_1", Exit.USAGE, "must match"),
+    "push id that can't be one": ("push {base}/image file://{base}/store --push-id a/b", Exit.USAGE, "must match"),
+    "empty id": ("push {base}/image file://{base}/store --id=", Exit.USAGE, "must match"),
+    "config with an unknown key, of a command that needs none": (
+        "--config {base}/bad.toml ls file://{base}/store",
+        Exit.USAGE,
+        "colour: is not a known setting",
+    ),
     "no image directory": ("push {base}/empty file://{base}/store", Exit.REFUSED, "not an image directory"),
     "directory missing": ("push {base}/none file://{base}/store", Exit.NOT_FOUND, "none"),
     "id is taken": ("push {base}/image file://{base}/store --id web-1", Exit.REFUSED, "web-1"),
@@ -68,14 +78,19 @@ BAD_DAYS: dict[str, tuple[str, Exit, str]] = {
     "runsc that is none": (
         "push {base}/image file://{base}/store --runsc /bin/false",
         Exit.FAILED,
-        "cpu-features failed",
+        "--runsc /bin/false: is it runsc? cpu-features failed with exit code 1",
+    ),
+    "runsc that is another program": (
+        "push {base}/image file://{base}/store --runsc /bin/ls",
+        Exit.FAILED,
+        "is it runsc? cpu-features failed with exit code 2: ",
     ),
     "no mount, umount": ("umount {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
     "no mount, umount by force": ("umount --force {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
     "another's mount, umount": ("umount --force /proc", Exit.NOT_FOUND, "no streamd mount at /proc"),
     "no mount, fail": ("fail {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
     "no mount, status": ("status {base}/empty", Exit.NOT_FOUND, "no streamd mount"),
-    "no such image, cache clear": ("cache clear --digest 00", Exit.NOT_FOUND, "no image 00"),
+    "no such image, cache clear": ("cache clear --image 00", Exit.NOT_FOUND, "no image 00"),
 }
 
 
@@ -133,7 +148,12 @@ def test_a_store_that_is_out_of_reach_is_given_up_after_its_time(streamd: "Strea
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "JSON"])
-def test_an_interrupted_push_says_how_to_go_on(streamd: "Streamd", image: Path, as_json: bool) -> None:
+@pytest.mark.parametrize(
+    ("number", "exit_code"), [(signal.SIGINT, Exit.INTERRUPTED), (signal.SIGTERM, Exit.TERMINATED)]
+)
+def test_an_interrupted_push_says_how_to_go_on(
+    streamd: "Streamd", image: Path, as_json: bool, number: signal.Signals, exit_code: Exit
+) -> None:
     # The store answers so late that the push is certainly at work when the signal comes.
     command = streamd.arguments("push", image, f"file://{streamd.base}/store?latency=30s", "--id", "slow")
     with subprocess.Popen(
@@ -141,15 +161,82 @@ def test_an_interrupted_push_says_how_to_go_on(streamd: "Streamd", image: Path, 
     ) as process:
         assert process.stderr is not None
         assert process.stderr.readline().startswith("snapshot slow, push ")
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         stdout, stderr = process.communicate(timeout=120)
-    assert process.returncode == Exit.INTERRUPTED, stderr
+    assert process.returncode == exit_code, stderr
     if as_json:
-        assert json.loads(stdout)["error"]["kind"] == "interrupted"
+        error = json.loads(stdout)["error"]
+        assert (error["kind"], error["exit_code"]) == ("interrupted", exit_code)
     else:
         assert stdout == ""
     assert "interrupted" in stderr
+    assert "with --id slow --push-id" in stderr
     assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("command", ["verify", "pull"])
+def test_a_command_that_sigterm_ends_says_so(streamd: "Streamd", snapshot: str, command: str) -> None:
+    # The store answers so late that the command is certainly at work when the signal comes.
+    rest = [streamd.base / "copy"] if command == "pull" else []
+    line = streamd.arguments(command, f"{snapshot}?latency=30s", *rest)
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        # Of the signals that it handles: SIGTERM, bit 14.
+        until(lambda: bool(int(_status_of(process.pid, "SigCgt"), 16) >> 14 & 1))
+        process.send_signal(signal.SIGTERM)
+        stdout, stderr = process.communicate(timeout=120)
+    assert (process.returncode, stdout) == (Exit.TERMINATED, "")
+    assert stderr.endswith("error: interrupted\n")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for what another process does; a hang is a failure."""
+    end_s = time.monotonic() + 120
+    while not condition():
+        assert time.monotonic() < end_s
+        time.sleep(0.02)
+
+
+def _status_of(pid: int, key: str) -> str:
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    return next(line.split()[1] for line in lines if line.startswith(f"{key}:"))
+
+
+def test_a_push_of_something_else_says_only_what_is_wrong(streamd: "Streamd") -> None:
+    result = streamd.run("push", streamd.base, f"file://{streamd.base}/store")
+    assert result.returncode == Exit.REFUSED
+    assert len(result.stderr.splitlines()) == 1
+    assert "not an image directory" in result.stderr
+
+
+@pytest.fixture
+def nobody(streamd: "Streamd") -> Iterator[None]:
+    """Run what follows as a user who may read the configuration, and nothing of root's."""
+    for name in ("run", "cache"):
+        (streamd.base / name).mkdir(mode=0o700)
+    streamd.base.chmod(0o755)
+    # Imported by root: the user may have no access to the packages.
+    for module in ("commands.status", "commands.cache", "daemon.control_client", "fuse.mounting", "serve.node_cache"):
+        importlib.import_module(f"streamd.{module}")
+    os.seteuid(65534)
+    yield
+    os.seteuid(0)
+
+
+@pytest.mark.parametrize("line", ["status", "status /mnt", "cache ls", "cache verify", "cache clear"])
+@pytest.mark.usefixtures("nobody")
+def test_a_user_without_rights_is_told_so(
+    streamd: "Streamd", line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from streamd import cli
+    from streamd.commands import output
+
+    monkeypatch.setattr(output, "_printed", False)
+    assert cli.run(["--config", str(streamd.config), *line.split(" "), "--json"]) == Exit.NOT_PERMITTED
+    printed = capsys.readouterr()
+    error = json.loads(printed.out)["error"]
+    assert (error["kind"], error["exit_code"]) == ("not-permitted", Exit.NOT_PERMITTED)
+    assert "run it with sudo" in error["message"]
+    assert printed.err == f"error: {error['message']}\n"
 
 
 def test_a_reader_that_goes_away_gets_no_traceback(streamd: "Streamd", snapshot: str) -> None:
@@ -166,6 +253,9 @@ def test_a_bug_is_one_object_and_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from streamd import cli
+    from streamd.commands import output
+
+    monkeypatch.setattr(output, "_printed", False)
 
     def bug(*_: object, **__: object) -> None:
         raise ZeroDivisionError("here")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -15,7 +16,7 @@ import pytest
 from streamd.daemon.background import log_path, start
 from streamd.daemon.relay import RelayedError
 from streamd.errors import Exit, StreamdError
-from streamd.fuse import mountinfo
+from streamd.fuse import mountinfo, mounting
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Streamd
@@ -64,7 +65,7 @@ def test_mount_returns_when_it_serves_and_umount_when_it_is_gone(
     assert "image_bytes" in streamd.run("status", mountpoint).stdout
     [cached] = streamd.ok("cache", "ls")["images"]
     assert str(mounted["pid"]) in cached["owner"]
-    assert streamd.refused("cache", "clear", "--digest", cached["digest"])["exit_code"] == Exit.REFUSED
+    assert streamd.refused("cache", "clear", "--image", cached["key"])["exit_code"] == Exit.REFUSED
 
     assert streamd.ok("umount", mountpoint) == {"mountpoint": str(mountpoint), "how": "asked"}
     # No waiting: the mount, the process and its hold on the cache are gone already.
@@ -72,7 +73,7 @@ def test_mount_returns_when_it_serves_and_umount_when_it_is_gone(
     assert not is_running(mounted["pid"])
     assert streamd.ok("status")["mounts"] == []
     assert streamd.ok("cache", "verify")["images"][0]["bad_chunks"] == []
-    assert [image["digest"] for image in streamd.ok("cache", "clear")["removed"]] == [cached["digest"]]
+    assert [image["key"] for image in streamd.ok("cache", "clear")["removed"]] == [cached["key"]]
     assert streamd.ok("cache", "ls")["images"] == []
 
 
@@ -102,6 +103,11 @@ def test_a_mount_whose_process_was_killed_is_seen_taken_away_and_made_again(
     status = streamd.ok("status")
     assert status["mounts"] == []
     assert str(mountpoint) in status["dead_mountpoints"]
+    dead = f"{mountpoint}: its process is dead (streamd umount {mountpoint})"
+    assert dead in streamd.run("status").stdout
+    for command in ("status", "fail"):
+        error = streamd.refused(command, mountpoint)
+        assert (error["exit_code"], error["message"]) == (Exit.NOT_FOUND, dead)
     kill(streamd.ok("mount", snapshot, mountpoint)["pid"])  # with no manual step
     assert streamd.ok("umount", mountpoint)["how"] == "stale"
     assert mountinfo.topmost(str(mountpoint)) is None
@@ -137,6 +143,68 @@ def test_a_stopped_process_does_not_hang_the_commands_and_force_unmounts_without
     finally:
         os.kill(pid, signal.SIGCONT)
     until(lambda: not is_running(pid))
+
+
+def test_a_directory_that_is_held_without_a_file_does_not_keep_a_mount(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    mounted = streamd.ok("mount", snapshot, mountpoint)
+    held = os.open(mountpoint, os.O_PATH)
+    try:
+        assert streamd.ok("umount", mountpoint)["how"] == "asked"
+    finally:
+        os.close(held)
+    assert mountinfo.topmost(str(mountpoint)) is None
+    assert not is_running(mounted["pid"])
+
+
+def test_a_mountpoint_that_is_replaced_while_the_mount_starts_is_not_followed(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    # So slow a store that the directory is replaced after it was checked, and before the mount is made.
+    command = streamd.arguments("mount", f"{snapshot}?latency=500ms", mountpoint, "--no-cache")
+    (streamd.base / "victim").mkdir()
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        sockets = streamd.base / "run" / "mounts"
+        until(lambda: sockets.is_dir() and any(sockets.glob("*.sock")))
+        mountpoint.rmdir()
+        mountpoint.symlink_to("victim")
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == Exit.FAILED
+    assert stderr == f"error: mounting on {mountpoint} failed: No such file or directory\n"
+    assert mountinfo.topmost(str(streamd.base / "victim")) is None
+
+
+@pytest.mark.parametrize("foreground", [False, True], ids=["background", "foreground"])
+def test_a_mount_without_the_cache_that_it_was_to_have_says_so(
+    streamd: "Streamd", snapshot: str, mountpoint: Path, foreground: bool
+) -> None:
+    command = streamd.arguments("mount", snapshot, mountpoint, "--cache-dir", "/etc/passwd")
+    # Not waited for in the foreground, and in the background the mount has none of these pipes.
+    command += ["--foreground", "--json"] * foreground
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        if foreground:
+            assert process.stdout is not None
+            process.stdout.readline()
+            process.send_signal(signal.SIGTERM)
+        _, stderr = process.communicate(timeout=LIMIT_S)
+    [warning] = [line for line in stderr.splitlines() if line.startswith("warning: ")]
+    assert "the mount serves from memory: cache directory /etc/passwd" in warning
+    assert process.returncode == Exit.DONE
+
+
+def test_the_background_process_runs_the_package_of_the_command_that_started_it(
+    streamd: "Streamd", snapshot: str, mountpoint: Path, tmp_path: Path
+) -> None:
+    # A checkout that isn't installed, found by the working directory.
+    package = tmp_path / "streamd"
+    shutil.copytree(Path(mounting.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
+    (package / "daemon" / "mounted.py").write_text(
+        "from streamd.errors import Damaged\ndef run_mount(*_):\n    raise Damaged('of the checkout')\n"
+    )
+    line = streamd.arguments("mount", snapshot, mountpoint)
+    result = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
+    assert (result.returncode, result.stderr) == (Exit.DAMAGED, "error: of the checkout\n")
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

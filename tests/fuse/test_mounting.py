@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamd.errors import Exit, NotFound, NotPermitted, Refused, StreamdError
-from streamd.fuse import mountinfo, mounting
+from streamd.fuse import mount_calls, mount_paths, mountinfo, mounting
 from streamd.fuse.mounting import FILESYSTEM, FuseMount
 
 INIT, DESTROY = 26, 38  # linux/fuse.h
@@ -28,13 +28,19 @@ def nobody(_: str) -> bool:
     return False
 
 
+def mount_at(path: str) -> FuseMount:
+    """Mount on whatever is at the path."""
+    with mount_paths.open_mountpoint(path) as directory:
+        return mounting.mount(directory)
+
+
 @pytest.fixture
 def mountpoint(tmp_path: Path) -> Iterator[str]:
     directory = tmp_path / "a mount\\point"
     directory.mkdir()
     yield str(directory)
     while top := mountinfo.topmost(str(directory)):
-        mounting._call_umount(top.mountpoint, mounting._MNT_FORCE | mounting._MNT_DETACH)
+        mount_calls.umount(top.mountpoint, mount_calls.MNT_FORCE | mount_calls.MNT_DETACH)
 
 
 def answer_init(mount: FuseMount) -> None:
@@ -63,7 +69,7 @@ def start_reader(mountpoint: str) -> tuple[threading.Thread, list[int | None]]:
 
 
 def test_the_mount_is_what_was_asked_for(mountpoint: str) -> None:
-    mount = mounting.mount(mountpoint)
+    mount = mount_at(mountpoint)
     entry = mountinfo.topmost(mountpoint)
     assert entry is not None
     assert (entry.filesystem, entry.source, entry.device) == (FILESYSTEM, "streamd", mount.device)
@@ -76,7 +82,7 @@ def test_the_mount_is_what_was_asked_for(mountpoint: str) -> None:
 
 
 def test_an_unmount_with_an_open_directory_is_refused_and_an_abort_is_not(mountpoint: str) -> None:
-    mount = mounting.mount(mountpoint)
+    mount = mount_at(mountpoint)
     answer_init(mount)
     held = os.open(mountpoint, os.O_PATH | os.O_DIRECTORY)  # the server isn't asked for that
     with pytest.raises(Refused, match="is in use"):
@@ -91,7 +97,7 @@ def test_an_unmount_with_an_open_directory_is_refused_and_an_abort_is_not(mountp
 
 @pytest.mark.parametrize("answered", [False, True], ids=["INIT unanswered", "request unanswered"])
 def test_an_abort_frees_whoever_waits(mountpoint: str, answered: bool) -> None:
-    mount = mounting.mount(mountpoint)
+    mount = mount_at(mountpoint)
     if answered:
         answer_init(mount)
     readers = [start_reader(mountpoint) for _ in range(8)]
@@ -109,7 +115,7 @@ def test_an_abort_frees_whoever_waits(mountpoint: str, answered: bool) -> None:
 
 
 def test_fusectl_aborts_a_connection_and_leaves_no_mount_of_its_own(mountpoint: str) -> None:
-    mount = mounting.mount(mountpoint)
+    mount = mount_at(mountpoint)
     before = len(mountinfo.read())
     assert mounting.abort_connection(mount.connection_id)
     assert len(mountinfo.read()) == before
@@ -120,24 +126,26 @@ def test_fusectl_aborts_a_connection_and_leaves_no_mount_of_its_own(mountpoint: 
 
 
 def test_a_mount_whose_server_died_is_cleaned_and_the_mountpoint_usable_again(mountpoint: str) -> None:
-    for _ in range(2):  # one on top of the other
-        os.close(mounting.mount(mountpoint).fd)
+    with mount_paths.open_mountpoint(mountpoint) as directory:
+        for _ in range(2):  # one on top of the other
+            os.close(mounting.mount(directory).fd)
     with pytest.raises(OSError, match="not connected"):
         os.listdir(mountpoint)
-    mounting.check(mountpoint, server_lives=nobody)
+    with mounting.check(mountpoint, server_lives=nobody):
+        pass
     assert mountinfo.topmost(mountpoint) is None
     assert os.listdir(mountpoint) == []
 
 
 def test_a_mount_that_is_served_is_respected(mountpoint: str) -> None:
-    os.close(mounting.mount(mountpoint).fd)  # so that only the server's word speaks for it
+    os.close(mount_at(mountpoint).fd)  # so that only the server's word speaks for it
     with pytest.raises(Refused, match="in use"):
         mounting.check(mountpoint, server_lives=lambda _: True)
     assert mountinfo.topmost(mountpoint) is not None
 
 
 def test_a_mount_that_does_not_answer_at_all_is_not_taken_for_dead(mountpoint: str) -> None:
-    mount = mounting.mount(mountpoint)  # INIT unanswered: statfs waits
+    mount = mount_at(mountpoint)  # INIT unanswered: statfs waits
     with pytest.raises(Refused, match="in use"):
         mounting.check(mountpoint, server_lives=nobody)
     mounting.abort(mountpoint, mount.device)
@@ -145,7 +153,7 @@ def test_a_mount_that_does_not_answer_at_all_is_not_taken_for_dead(mountpoint: s
 
 
 def test_mounts_of_others_are_never_touched(mountpoint: str) -> None:
-    mounting._call_mount("tmpfs", mountpoint, "tmpfs", 0, "size=64k")
+    mount_calls.mount("tmpfs", mountpoint, "tmpfs", 0, "size=64k")
     entry = mountinfo.topmost(mountpoint)
     assert entry is not None
     with pytest.raises(NotFound):
@@ -154,7 +162,7 @@ def test_mounts_of_others_are_never_touched(mountpoint: str) -> None:
     assert not mounting.clean_stale(mountpoint, server_lives=nobody)
     assert mountinfo.topmost(mountpoint) == entry
     # Nor is a later mount of ours, when an earlier one is meant.
-    mount = mounting.mount(mountpoint)
+    mount = mount_at(mountpoint)
     mounting.abort(mountpoint, entry.device)
     with pytest.raises(NotFound):
         mounting.unmount(mountpoint, entry.device)
@@ -178,7 +186,7 @@ def test_bad_mountpoints_are_refused_by_name(tmp_path: Path) -> None:
     }
     for path, (exit_code, text) in expected.items():
         with pytest.raises(StreamdError, match=text) as refused:
-            mounting.check(mounting.resolve(str(path)), server_lives=nobody)
+            mounting.check(mount_paths.resolve(str(path)), server_lives=nobody)
         assert refused.value.exit_code == exit_code, path
 
 
@@ -200,22 +208,124 @@ def test_a_symlink_to_a_mountpoint_is_followed_once_and_not_into_the_mount(tmp_p
     link.symlink_to(mountpoint)
     chain.symlink_to("link")
     loop.symlink_to("loop")
-    assert mounting.resolve(str(chain)) == mountpoint
-    assert mounting.resolve(f"{chain}/") == mountpoint
-    assert mounting.resolve(f"{mountpoint}/../link/.") == mountpoint
-    mount = mounting.mount(mounting.resolve(str(chain)))
+    assert mount_paths.resolve(str(chain)) == mountpoint
+    assert mount_paths.resolve(f"{chain}/") == mountpoint
+    assert mount_paths.resolve(f"{mountpoint}/../link/.") == mountpoint
+    mount = mount_at(mount_paths.resolve(str(chain)))
     # Nobody answers this mount: whoever looked at it would wait for ever.
     found: list[str] = []
-    thread = threading.Thread(target=lambda: found.append(mounting.resolve(str(chain))), daemon=True)
+    thread = threading.Thread(target=lambda: found.append(mount_paths.resolve(str(chain))), daemon=True)
     thread.start()
     thread.join(LIMIT_S)
     assert found == [mountpoint]
     mounting.abort(mountpoint, mount.device)
     os.close(mount.fd)
     with pytest.raises(Refused, match="symbolic links"):
-        mounting.resolve(str(loop))
+        mount_paths.resolve(str(loop))
     with pytest.raises(NotFound):
-        mounting.resolve("a\0b")
+        mount_paths.resolve("a\0b")
+
+
+@pytest.fixture
+def tenants(tmp_path: Path) -> Iterator[Path]:
+    """Give a directory with an empty `mnt` that a tenant can change, beside `victim`, whose `mnt` has a tmpfs."""
+    for name in ("tenant", "victim"):
+        (tmp_path / name / "mnt").mkdir(parents=True)
+    victim = str(tmp_path / "victim" / "mnt")
+    mount_calls.mount("tmpfs", victim, "tmpfs", 0, "size=64k")
+    yield tmp_path / "tenant"
+    while mountinfo.topmost(victim):
+        mount_calls.umount(victim, mount_calls.MNT_DETACH)
+    for path in mounting.own_mountpoints():
+        if path.startswith(f"{tmp_path}/"):
+            mount_calls.umount(path, mount_calls.MNT_DETACH)
+
+
+def swap(tenants: Path) -> None:
+    """Put the victim's directory in the place of the tenant's own."""
+    tenants.rename(tenants.parent / "away")
+    tenants.symlink_to("victim")
+
+
+@pytest.mark.parametrize(
+    ("trick", "what"),
+    [("removed", "No such file"), ("moved", "the directory was moved"), ("parent moved", "the directory was moved")],
+)
+def test_a_directory_that_is_replaced_after_the_check_leaves_no_mount_anywhere(
+    tenants: Path, trick: str, what: str
+) -> None:
+    before = mountinfo.read()
+    with mounting.check(str(tenants / "mnt"), server_lives=nobody) as directory:
+        match trick:
+            case "removed":
+                (tenants / "mnt").rmdir()
+                (tenants / "mnt").symlink_to("../victim/mnt")
+            case "moved":
+                (tenants / "mnt").rename(tenants / "gone")
+                (tenants / "mnt").symlink_to("../victim/mnt")
+            case _:
+                swap(tenants)
+        with pytest.raises(StreamdError, match=what):
+            mounting.mount(directory)
+    assert mountinfo.read() == before
+
+
+def test_a_symlink_that_is_put_above_a_resolved_mountpoint_is_not_followed(tenants: Path) -> None:
+    path = mount_paths.resolve(str(tenants / "mnt"))
+    mount_calls.umount(str(tenants.parent / "victim" / "mnt"), 0)  # so that an empty directory is there, too
+    swap(tenants)
+    with pytest.raises(Refused, match="was replaced"):
+        mounting.check(path, server_lives=nobody)
+    tenants.unlink()
+    (tenants.parent / "away").rename(tenants)
+    (tenants / "mnt").rmdir()
+    (tenants / "mnt").symlink_to("../victim/mnt")
+    with pytest.raises(Refused, match="was replaced"):
+        mounting.check(path, server_lives=nobody)
+
+
+@pytest.mark.parametrize("by_force", [False, True], ids=["unmount", "abort"])
+def test_an_unmount_never_takes_what_a_swapped_directory_leads_to(
+    tenants: Path, by_force: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = mount_at(str(tenants / "mnt"))
+    answer_init(mount)
+    umount = mount_calls.umount
+
+    def umount_too_late(target: str, flags: int) -> None:
+        if not tenants.is_symlink():
+            swap(tenants)
+        umount(target, flags)
+
+    monkeypatch.setattr(mount_calls, "umount", umount_too_late)
+    if by_force:
+        mounting.abort(mount.mountpoint, mount.device)
+    else:
+        mounting.unmount(mount.mountpoint, mount.device)
+    monkeypatch.undo()
+    os.close(mount.fd)
+    assert mountinfo.topmost(str(tenants.parent / "victim" / "mnt")) is not None
+    assert not [path for path in mounting.own_mountpoints() if path.startswith(f"{tenants.parent}/")]
+
+
+def test_an_unmount_looks_whether_the_mount_there_is_the_one_in_the_table(
+    tenants: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    mount = mount_at(str(tenants / "mnt"))
+    answer_init(mount)
+    topmost = mountinfo.topmost
+
+    def topmost_then_swap(path: str) -> mountinfo.MountEntry | None:
+        found = topmost(path)
+        if not tenants.is_symlink():
+            swap(tenants)
+        return found
+
+    monkeypatch.setattr(mountinfo, "topmost", topmost_then_swap)
+    mounting.abort(mount.mountpoint, mount.device)
+    monkeypatch.undo()
+    os.close(mount.fd)
+    assert mountinfo.topmost(str(tenants.parent / "victim" / "mnt")) is not None
 
 
 def escape(path: str) -> str:

@@ -97,6 +97,21 @@ BAD: dict[str, tuple[Callable[[Path], object], Exit, str]] = {
         "sum to",
     ),
     "a truncated pages_meta.img": (lambda d: _truncate(d / "pages_meta.img", 3), Exit.DAMAGED, "pages_meta.img"),
+    "a checkpoint.img that no mount could hold": (
+        lambda d: os.truncate(d / "checkpoint.img", (256 << 20) + 1),
+        Exit.REFUSED,
+        "268435457 bytes are too many",
+    ),
+    "a pages_meta.img that no mount could hold": (
+        lambda d: os.truncate(d / "pages_meta.img", (64 << 20) + 1),
+        Exit.REFUSED,
+        "67108865 bytes are too many",
+    ),
+    "a container whose name can't be printed": (
+        lambda d: (d / "checkpoint.img").write_bytes(checkpoint_img(container_names=("a\x1b[2J",))),
+        Exit.DAMAGED,
+        "control characters",
+    ),
     "a symbolic link": (_replace("checkpoint.img", _link), Exit.REFUSED, "symbolic link"),
     "a FIFO": (_replace("pages.img", os.mkfifo), Exit.REFUSED, "not a regular file"),
     "a directory for a file": (_replace("pages.img", Path.mkdir), Exit.REFUSED, "not a regular file"),

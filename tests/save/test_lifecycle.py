@@ -2,16 +2,21 @@
 
 import contextlib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.faults import Fail, Fault, FaultyStore
 from bench.memory_store import MemoryStore
-from streamd.errors import NotFound, StoreError, StoreErrorKind
+from streamd.errors import Exit, NotFound, StoreError, StoreErrorKind
 from streamd.save.commit import SnapshotWriter
 from streamd.save.lifecycle import collect, remove
+from streamd.snapshot import envelope
+from streamd.snapshot.manifest import MAX_MANIFEST_BYTES
 from streamd.snapshot.names import manifest_key
 from streamd.snapshot.tombstone import Tombstone, decode_tombstone
+from streamd.store.directory import DirectoryStore
 from streamd.store.port import Condition
 
 HOUR_S = 3600.0
@@ -158,6 +163,107 @@ def test_a_snapshot_whose_manifest_cannot_be_read_can_be_removed(small: SmallMak
         store.clock_s += DAY_S
         collect(store)
     assert not store.objects
+
+
+def poisoned(store: MemoryStore) -> None:
+    """Put a manifest whose head has more names than any reader takes."""
+    head = b'{"metadata":{' + b",".join(b'"%d":0' % number for number in range(100_000)) + b"}}"
+    payload = len(head).to_bytes(4, "little") + bytes(8) + head
+    put(store, manifest_key("snap"), envelope.seal(b"PODSNAPM", 1, (payload,)))
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        poisoned,
+        lambda store: put(store, manifest_key("snap"), bytes(MAX_MANIFEST_BYTES + 1)),
+    ],
+    ids=["poisoned", "too large"],
+)
+def test_a_snapshot_whose_manifest_is_absurd_is_kept_by_gc_and_removed_by_rm(
+    spoil: Callable[[MemoryStore], None], small: SmallMaker
+) -> None:
+    store = MemoryStore()
+    pushed(store, small)
+    spoil(store)
+    put(store, "snap/packs/b/00000000")  # so that gc has to look
+    store.clock_s += DAY_S
+    assert "can't be read" in collect(store).kept["snap"]
+    remove(store, "snap", now=True)
+    for _ in range(3):
+        store.clock_s += DAY_S
+        collect(store)
+    assert not store.objects
+
+
+def refusing(store: MemoryStore, operation: str, key: str) -> None:
+    """Have a store refuse one operation on one object from now on, as it does with an object under a hold."""
+
+    def refuse(what: str, which: str) -> None:
+        if (what, which) == (operation, key):
+            raise StoreError(StoreErrorKind.FORBIDDEN, key, "403 Forbidden: under a hold")
+
+    store.before = refuse
+
+
+@pytest.mark.parametrize("threads", [1, 8])
+def test_an_object_that_the_store_will_not_delete_stops_nothing_else(threads: int, small: SmallMaker) -> None:
+    store = MemoryStore()
+    for snapshot_id in ("a", "b", "c"):
+        put(store, f"{snapshot_id}/packs/p/00000000")
+        put(store, f"{snapshot_id}/packs/p/00000001")
+    refusing(store, "delete", "b/packs/p/00000000")
+    store.clock_s += DAY_S
+    result = collect(store, threads=threads)
+    assert {key for key in store.objects if "/packs/" in key} == {"b/packs/p/00000000"}
+    assert result.objects_deleted == 5
+    assert result.kept["b"] == "b/packs/p/00000000: 403 Forbidden: under a hold"
+    refusing(store, "none", "")
+    store.clock_s += DAY_S
+    collect(store, threads=threads)
+    assert not any("/packs/" in key for key in store.objects)
+
+
+@pytest.mark.parametrize(
+    ("operation", "key"), [("read", "b/manifest"), ("put", "b/manifest"), ("list", "b/")], ids=["read", "put", "list"]
+)
+def test_an_id_that_the_store_lets_nobody_touch_is_kept_and_told(operation: str, key: str, small: SmallMaker) -> None:
+    store = MemoryStore()
+    for snapshot_id in ("a", "b", "c"):
+        put(store, f"{snapshot_id}/packs/p/00000000")
+    if operation == "read":
+        pushed(store, small, "b", "q")
+    refusing(store, operation, key)
+    store.clock_s += DAY_S
+    result = collect(store)
+    assert {key for key in store.objects if "/packs/p/" in key} == {"b/packs/p/00000000"}
+    assert "403 Forbidden" in result.kept["b"]
+
+
+@pytest.mark.parametrize("kind", [StoreErrorKind.FORBIDDEN, StoreErrorKind.CORRUPT])
+def test_rm_removes_a_snapshot_whose_manifest_the_store_will_not_give(kind: StoreErrorKind, small: SmallMaker) -> None:
+    store = MemoryStore()
+    pushed(store, small)
+    faulty = FaultyStore(store)
+    faulty.add(Fault(Fail(kind), key=manifest_key("snap"), operation="read"))
+    remove(faulty, "snap")
+    assert decode_tombstone(store.objects[manifest_key("snap")][1]) == Tombstone("rm")
+
+
+def test_rm_now_tries_all_packs_and_then_says_which_the_store_will_not_delete(small: SmallMaker) -> None:
+    store = MemoryStore()
+    pushed(store, small)
+    refusing(store, "delete", "snap/packs/a/00000000")
+    with pytest.raises(StoreError, match="snap/packs/a/00000000: 403 Forbidden"):
+        remove(store, "snap", now=True)
+    assert keys(store) == {manifest_key("snap"), "snap/packs/a/00000000"}
+
+
+def test_gc_of_a_store_that_is_not_there_says_so_and_makes_nothing(tmp_path: Path) -> None:
+    with pytest.raises(StoreError) as caught:
+        collect(DirectoryStore(str(tmp_path / "store")))
+    assert caught.value.exit_code is Exit.NOT_FOUND
+    assert not (tmp_path / "store").exists()
 
 
 @pytest.mark.parametrize("start", ["unfinished", "removed", "removed now"])

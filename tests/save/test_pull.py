@@ -3,7 +3,9 @@
 import os
 import stat
 import subprocess
+import tracemalloc
 from collections.abc import Callable
+from itertools import pairwise
 from pathlib import Path
 from random import Random
 
@@ -18,7 +20,7 @@ from streamd.errors import Damaged, Exit, NotFound, Refused, StoreErrorKind, Str
 from streamd.save.lifecycle import remove
 from streamd.save.pull import PullProgress, pull
 from streamd.save.push import PushOptions, push
-from streamd.save.reading import spans
+from streamd.save.reading import cut, spans
 from streamd.save.verify import verify
 from streamd.snapshot.manifest import ChunkTable, Codec
 from streamd.store.port import Condition
@@ -201,3 +203,54 @@ def test_a_full_disk_is_told_and_leaves_nothing(store: MemoryStore, tmp_path: Pa
         assert not list(mountpoint.iterdir())
     finally:
         subprocess.run(["umount", mountpoint], check=True)
+
+
+@given(data=st.data(), body=st.binary(max_size=60))
+def test_a_body_in_any_pieces_is_cut_at_the_same_places(data: st.DataObject, body: bytes) -> None:
+    edges = sorted(data.draw(st.lists(st.integers(0, len(body)), max_size=8)))
+    ranges = list(zip(edges[::2], edges[1::2], strict=False))
+    starts = [0, *(end for _, end in ranges)]
+    parts = [(start - before, end - start) for before, (start, end) in zip(starts, ranges, strict=False)]
+    steps = data.draw(st.lists(st.integers(0, len(body)), max_size=8))
+    at = [0, *sorted(steps), len(body)]
+    pieces = iter([body[a:b] for a, b in pairwise(at)])
+    assert list(cut(pieces, parts, "k")) == [body[start:end] for start, end in ranges]
+
+
+def test_what_lies_between_frames_is_passed_over_and_not_held() -> None:
+    piece = bytes(64 << 10)
+    tracemalloc.start()
+    try:
+        (frame,) = cut((piece for _ in range(1024)), [((64 << 20) - 4096, 4096)], "k")
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+    assert frame == bytes(4096)
+
+
+def test_verify_counts_all_damage_and_lists_the_first(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for key in [key for key in store.objects if "/packs/" in key]:
+        del store.objects[key]
+    whole = verify(store, "snap")
+    assert len(whole.damaged) == whole.damaged_count > 5
+    monkeypatch.setattr("streamd.save.verify.MAX_LISTED", 5)
+    result = verify(store, "snap")
+    assert (result.damaged, result.damaged_count) == (whole.damaged[:5], whole.damaged_count)
+
+
+def test_verify_reads_no_more_than_a_pack_has_by_the_manifest(store: MemoryStore) -> None:
+    key = "snap/packs/p/00000001"
+    size = len(store.objects[key][1])
+    damage(store, key, lambda data: data + bytes(1 << 20))
+    faulty = FaultyStore(store)
+    result = verify(faulty, "snap")
+    assert result.pack_problems == (f"{key}: {size + (1 << 20)} bytes instead of {size}",)
+    assert faulty.counts[key].bytes_read == size
+
+
+def test_verify_says_why_a_manifest_can_not_be_read(store: MemoryStore) -> None:
+    faulty = FaultyStore(store)
+    faulty.add(Fault(Fail(StoreErrorKind.FORBIDDEN), key="snap/manifest"))
+    with pytest.raises(StreamdError) as caught:
+        verify(faulty, "snap")
+    assert caught.value.exit_code is Exit.NOT_PERMITTED

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.images import expected, make_image
+from bench.images import checkpoint_img, expected, make_image, pages_meta_img
 from bench.memory_store import MemoryStore
-from streamd.errors import Exit, Refused, StoreError, StoreErrorKind, StreamdError
+from streamd.errors import Damaged, Exit, Refused, StoreError, StoreErrorKind, StreamdError
 from streamd.save.lifecycle import collect
 from streamd.save.pull import pull
 from streamd.save.push import PushFailed, PushOptions, PushProgress, PushResult, push
@@ -336,3 +336,67 @@ def test_ctrl_c_ends_a_push_promptly_and_says_how_to_go_on(half_pushed: subproce
     assert "interrupted; no snapshot was made" in said
     assert "--id snap --push-id p" in said
     assert not any(info.key == "snap/manifest" for info in DirectoryStore(str(tmp_path / "store")).list("snap/"))
+
+
+def untouchable() -> MemoryStore:
+    """A store that must not be asked anything."""
+
+    def ask(operation: str, key: str) -> None:
+        raise AssertionError(f"{operation} {key}")
+
+    return MemoryStore(before=ask)
+
+
+def no_reading(*_: object) -> None:
+    raise AssertionError("pages.img is read")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (replace(SMALL, chunk_bytes=4096), "8388[0-9]{3} chunks of 4096 bytes are more than the 4194304"),
+        (replace(SMALL, metadata={"note": "x" * (1 << 20)}), "metadata together take 10[0-9]{5} bytes"),
+        (replace(SMALL, metadata={str(number): "" for number in range(2**16 + 1)}), "65537 members"),
+        (replace(SMALL, cpu_features=("a\x1b[2J",)), "cpu_features.*control characters"),
+        (replace(SMALL, runsc_sha256="no digest"), "runsc_sha256"),
+    ],
+    ids=["too many chunks", "too much metadata", "too many facts", "no name", "no digest"],
+)
+def test_what_would_be_refused_at_the_end_is_refused_before_anything_is_read(
+    options: PushOptions, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pages_bytes = 32 << 30
+    (tmp_path / "checkpoint.img").write_bytes(checkpoint_img())
+    (tmp_path / "pages_meta.img").write_bytes(pages_meta_img(pages_bytes))
+    (tmp_path / "pages.img").touch()
+    os.truncate(tmp_path / "pages.img", pages_bytes)
+    monkeypatch.setattr("streamd.save.encoding.BatchEncoder.encode", no_reading)
+    checked: list[str] = []
+    with pytest.raises((Refused, Damaged), match=message):
+        push(
+            tmp_path,
+            untouchable(),
+            snapshot_id="snap",
+            push_id="p",
+            options=options,
+            on_checked=lambda: checked.append("checked"),
+        )
+    assert checked == []
+
+
+def test_more_packs_than_a_manifest_may_have_are_refused_as_they_come(
+    image: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamd.save.push.MAX_PACKS", 3)
+    store = MemoryStore()
+    with pytest.raises(Refused, match="more than 3 packs"):
+        save(image, store)
+    assert sum("/packs/" in key for key in store.objects) <= 3
+
+
+def test_whoever_pushes_hears_that_the_directory_is_in_order_before_the_store_is_asked(image: Path) -> None:
+    events: list[str] = []
+    store = MemoryStore(before=lambda operation, _key: events.append(operation))
+    push(image, store, snapshot_id="snap", push_id="p", options=SMALL, on_checked=lambda: events.append("checked"))
+    assert events[0] == "checked"
+    assert events.count("checked") == 1

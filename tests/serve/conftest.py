@@ -13,7 +13,7 @@ from streamd.save.push import PushOptions, push
 from streamd.serve.image import ServedImage
 from streamd.serve.node_cache import NodeCache, open_cache
 from streamd.serve.plan import Layout
-from streamd.store.catalog import Pinned, open_snapshot, read_manifest
+from streamd.store.catalog import Pinned, open_snapshot
 from streamd.store.opening import open_store
 from streamd.store.port import Store
 
@@ -94,7 +94,7 @@ def make_cache(saved: Saved, tmp_path: Path) -> Callable[..., NodeCache]:
     """Opens the snapshot's directory in a cache of the test's own."""
 
     def make(max_bytes: int | None = None) -> NodeCache:
-        manifest = read_manifest(saved.store, saved.pinned.manifest_info)
+        manifest = saved.pinned.data
         layout = Layout(saved.pinned.manifest.table)
         return open_cache(tmp_path / "cache", manifest, layout, source="s", owner="test", max_bytes=max_bytes)
 

@@ -20,7 +20,6 @@ from streamd.serve.node_cache import open_cache
 from streamd.serve.order import Want
 from streamd.serve.plan import Layout
 from streamd.serve.policy import COURSES, Course
-from streamd.store.catalog import read_manifest
 
 KIB, MIB = 1 << 10, 1 << 20
 CHUNK = 16 * KIB
@@ -154,7 +153,7 @@ def test_every_byte_is_right_however_little_room_there_is(
     ahead: bool,
 ) -> None:
     place = tmp_path_factory.mktemp("cache")
-    manifest = read_manifest(saved.store, saved.pinned.manifest_info)
+    manifest = saved.pinned.data
     layout = Layout(saved.pinned.manifest.table)
     cache = open_cache(place, manifest, layout, source="s", owner="test", max_bytes=cache_kib * KIB)
     image: ServedImage = saved.serve(cache=cache, ahead=ahead, inline=False, memory_max_bytes=memory_kib * KIB)

@@ -23,14 +23,14 @@ from streamd.serve.handles import Opener
 from streamd.serve.image import ServedImage
 from streamd.serve.node_cache import CacheUnusable, NodeCache, clear_images, list_images, open_cache, verify_images
 from streamd.serve.plan import Layout
-from streamd.store.catalog import read_manifest
 
 MIB = 1 << 20
 
 
 @pytest.fixture
 def manifest(saved: Any) -> bytes:
-    return read_manifest(saved.store, saved.pinned.manifest_info)
+    data: bytes = saved.pinned.data
+    return data
 
 
 @pytest.fixture

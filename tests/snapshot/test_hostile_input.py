@@ -10,8 +10,8 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from streamd.errors import StreamdError
-from streamd.snapshot import Buffer, envelope
+from streamd.errors import Damaged, StreamdError
+from streamd.snapshot import Buffer, envelope, strict_json
 from streamd.snapshot.frames import Decoder
 from streamd.snapshot.manifest import Manifest, decode, encode
 from streamd.snapshot.pages_meta import decode_pages_meta
@@ -97,3 +97,31 @@ def test_a_head_of_many_small_values_costs_a_small_multiple(peak_bytes: Callable
         with pytest.raises(StreamdError):
             DECODERS["sealed manifest"](len(head).to_bytes(4, "little") + bytes(8) + head)
     assert peak_bytes() < 24 << 20
+
+
+class _Counted(str):
+    """A text that counts how often one is compared."""
+
+    __slots__ = ()
+    comparisons = 0
+
+    def __eq__(self, other: object) -> bool:
+        _Counted.comparisons += 1
+        return super().__eq__(other)
+
+    __hash__ = str.__hash__
+
+
+def test_a_name_that_is_there_twice_among_many_is_found_in_linear_time() -> None:
+    pairs: list[tuple[str, object]] = [(_Counted(number), 0) for number in range(1000)]
+    with pytest.raises(Damaged, match="'999' is there twice"):
+        strict_json._unique([*pairs, (_Counted(999), 0)], "head")
+    assert _Counted.comparisons < 2000
+
+
+def test_a_whole_head_of_names_is_refused_for_their_number() -> None:
+    names = b",".join(b'"%x":0' % number for number in range(700_000))
+    head = b'{"metadata":{' + names + b',"0":0}}'
+    assert len(head) < 8 << 20
+    with pytest.raises(Damaged, match="700001 members"):
+        DECODERS["sealed manifest"](len(head).to_bytes(4, "little") + bytes(8) + head)

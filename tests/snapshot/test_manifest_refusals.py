@@ -145,6 +145,18 @@ DAMAGED: dict[str, tuple[Change, str]] = {
     "a file name with NUL": (head("files.2.name", "pages.img\0"), "files"),
     "a file name of 300 bytes": (head("files.2.name", "p" * 300), "files"),
     "a file name of a megabyte": (head("files.2.name", "p" * 10**6), "name"),
+    "a checkpoint.img that no mount could hold": (
+        head("files.0.size", (256 << 20) + 1),
+        r"files\[0\]\.size: 268435457 is not",
+    ),
+    "a pages_meta.img that no mount could hold": (
+        head("files.1.size", (64 << 20) + 1),
+        r"files\[1\]\.size: 67108865 is not",
+    ),
+    "more members than an object may have": (
+        head("metadata", {str(number): "" for number in range(2**16 + 1)}),
+        "65537 members",
+    ),
     "a file name twice": (head("files.1.name", "pages.img"), "files"),
     "files in another order": (lambda p: p.head["files"].insert(0, p.head["files"].pop()), "files"),
     "a file called gcs_opts.json": (head("files.0.name", "gcs_opts.json"), "files"),

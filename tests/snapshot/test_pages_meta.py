@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from streamd.errors import Damaged, Refused, StreamdError
 from streamd.snapshot.memory import MemoryFile, PageRange, check_memory_files
-from streamd.snapshot.pages_meta import decode_pages_meta
+from streamd.snapshot.pages_meta import _numbers, _row, decode_pages_meta
 
 OWNERS = "pkg/sentry/kernel.privateMemoryFileMetadata"
 PAGE = 4096
@@ -138,6 +138,8 @@ def test_what_gvisor_writes_is_read(
         (memory_file() + owners(0) + memory_file(), Damaged, "after its end"),
         (memory_file((0, PAGE, 256, True)) + owners(0), Damaged, "kind"),
         (memory_file() + uint(1 << 63 | 1) + uint(2) + uint(1) + uint(9) + uint(2**60) + uint(5), Damaged, "values"),
+        (memory_file() + uint(1 << 63 | 1) + uint(17) + text("T") + uint(2**20), Damaged, "values"),
+        (memory_file() + uint(1 << 63 | 1) + uint(2) + uint(1) + uint(6) + uint(1) + uint(2**20), Damaged, "values"),
         (memory_file() + uint(1 << 63 | 1) + uint(2) + uint(1) + uint(7) + uint(2**62), Damaged, "cut short"),
         (memory_file() + uint(1 << 63 | 1) + uint(2) + uint(1) + (uint(13) + uint(1)) * 5000, Damaged, "levels"),
         (memory_file() + uint(1 << 63 | 1) + uint(2) + uint(1) + uint(14) + uint(1) * 5000, Damaged, "levels"),
@@ -148,6 +150,42 @@ def test_what_gvisor_writes_is_read(
 def test_what_gvisor_does_not_write_is_refused(data: bytes, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         decode_pages_meta(data)
+
+
+def test_more_ranges_than_a_manifest_may_have_are_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamd.snapshot.pages_meta.MAX_PAGE_RANGES", 3)
+    rows = [(number * 2 * PAGE, number * 2 * PAGE + PAGE, 0, True) for number in range(5)]
+    assert len(decode_pages_meta(memory_file(*rows[:2]) + owners(1) + memory_file(*rows[:1]))) == 2
+    for data in (memory_file(*rows), memory_file(*rows[:2]) + owners(1) + memory_file(*rows[:3])):
+        with pytest.raises(Damaged, match="more than 3 ranges"):
+            decode_pages_meta(data)
+
+
+@pytest.mark.parametrize(
+    ("field", "count"),
+    [((3, message((1, 0), (2, PAGE))), 100), ((2, b""), 100), ((3, message((2, b"x" * 10))), 10)],
+    ids=["ranges that are not committed", "other fields", "ranges with fields that gVisor does not write"],
+)
+def test_what_is_no_range_costs_time_too_and_is_counted(
+    field: tuple[int, bytes], count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("streamd.snapshot.pages_meta._MAX_ROWS", 100)
+    proto = message((1, 1), *[field] * count)
+    with pytest.raises(Damaged, match="ranges of memory"):
+        decode_pages_meta(len(proto).to_bytes(8, "little") + proto + owners(0))
+
+
+@given(fields=st.lists(st.tuples(st.integers(0, 20), st.integers(0, 2**64 - 1)), max_size=8))
+def test_a_row_is_read_the_same_quickly_and_slowly(fields: list[tuple[int, int]]) -> None:
+    quick = _row(message(*fields))
+    assert quick in ({}, _numbers(message(*fields), "row"))
+
+
+@given(data=st.binary(max_size=30))
+def test_any_row_that_is_read_quickly_is_read_slowly(data: bytes) -> None:
+    quick = _row(data)
+    if quick:
+        assert quick == _numbers(data, "row")
 
 
 @pytest.mark.parametrize(

@@ -27,6 +27,7 @@ from streamd.snapshot.manifest import (
 from streamd.store.catalog import BeingRemoved, State, list_snapshots, open_snapshot
 from streamd.store.checksum import crc32c
 from streamd.store.directory import DirectoryStore
+from streamd.store.opening import open_store
 from streamd.store.port import Condition, ObjectInfo, Store
 
 PACKS = (bytes(range(256)) * 16, b"\7" * 4096)
@@ -76,6 +77,7 @@ def test_an_opened_snapshot_has_its_manifest_and_the_versions_of_its_packs(store
     info = push(store, "web-1")
     pinned = open_snapshot(store, "web-1")
     assert pinned.manifest.push_id == "p"
+    assert pinned.data == encode(manifest_of("web-1", "p"))
     assert pinned.digest == manifest_digest(encode(manifest_of("web-1", "p")))
     assert pinned.manifest_info == info
     assert pinned.packs == tuple(store.head(names.pack_key("web-1", "p", index)) for index in range(2))
@@ -245,3 +247,43 @@ def test_a_store_that_fails_is_no_damaged_snapshot(directory: DirectoryStore) ->
         with pytest.raises(StoreError) as caught:
             call()
         assert caught.value.store_kind is StoreErrorKind.TRANSIENT
+
+
+@pytest.mark.parametrize("kind", [StoreErrorKind.FORBIDDEN, StoreErrorKind.CORRUPT])
+def test_a_manifest_that_the_store_will_not_give_hides_no_other_snapshot(
+    directory: DirectoryStore, kind: StoreErrorKind
+) -> None:
+    for snapshot_id in ("a", "b", "c"):
+        push(directory, snapshot_id)
+    faulty = FaultyStore(directory)
+    faulty.add(Fault(Fail(kind), key="b/manifest"))
+    entries = list(list_snapshots(faulty))
+    assert [(entry.snapshot_id, entry.state) for entry in entries] == [
+        ("a", State.OK),
+        ("b", State.DAMAGED),
+        ("c", State.OK),
+    ]
+    assert "can't be read: b/manifest" in entries[1].reason
+
+
+def test_whoever_forgets_the_id_is_told_that_this_is_a_store(tmp_path: Path) -> None:
+    push(DirectoryStore(str(tmp_path / "store")), "web-1")
+    for query in ("", "?latency=0ms"):
+        above = open_store(f"file://{tmp_path}{query}")
+        with pytest.raises(NotFound, match=r"/store\S* is a store, not a snapshot; name a snapshot in it") as caught:
+            open_snapshot(above, "store")
+        assert f"`streamd ls file://{tmp_path}/store{query}`" in str(caught.value)
+
+
+def test_a_lease_of_a_node_called_manifest_makes_no_store(directory: DirectoryStore) -> None:
+    directory.put("web-1/lease/manifest", b"", condition=Condition.ABSENT)
+    with pytest.raises(NotFound, match="1 objects of an unfinished"):
+        open_snapshot(directory, "web-1")
+
+
+def test_whoever_lists_a_snapshot_is_told_so(directory: DirectoryStore, directory_root: Path) -> None:
+    push(directory, "web-1")
+    with pytest.raises(NotFound, match=r"/web-1 is a snapshot, not a store"):
+        list(list_snapshots(DirectoryStore(str(directory_root / "web-1"))))
+    directory.put("manifest", b"someone's", condition=Condition.ABSENT)
+    assert [entry.snapshot_id for entry in list_snapshots(directory)] == ["web-1"]

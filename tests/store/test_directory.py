@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -258,3 +259,70 @@ def test_a_read_only_file_system_is_not_permitted(small_disk: Path) -> None:
     ):
         assert refused(call).exit_code is Exit.NOT_PERMITTED
     assert list(store.read("k", generation=info.generation, start=0, end=1)) == [b"x"]
+
+
+def test_a_question_or_a_deletion_makes_no_store(store: DirectoryStore, root: Path) -> None:
+    for call in (store.now_s, lambda: store.delete("k", generation="1"), lambda: store.head("k")):
+        assert refused(call).store_kind is StoreErrorKind.GONE
+    assert not root.exists()
+
+
+def test_a_file_or_a_directory_where_another_belongs_is_an_error_of_ours(store: DirectoryStore, root: Path) -> None:
+    root.write_text("")
+    for call in (
+        store.now_s,
+        lambda: list(store.list("")),
+        lambda: store.head("k"),
+        lambda: store.put("k", b"", condition=Condition.ANY),
+        lambda: store.delete("k", generation="1"),
+    ):
+        assert refused(call).store_kind in (StoreErrorKind.FORBIDDEN, StoreErrorKind.GONE)
+    root.unlink()
+    (root / "_clock" / "below").mkdir(parents=True)
+    error = refused(store.now_s)
+    assert (error.store_kind, error.key) == (StoreErrorKind.FORBIDDEN, "_clock")
+    (root / ".streamd" / "lock").unlink()
+    (root / ".streamd" / "lock").mkdir()
+    refused(store.now_s)
+    (root / ".streamd" / "lock").rmdir()
+    (root / ".streamd").rmdir()
+    (root / ".streamd").write_text("")
+    refused(store.now_s)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becomes another user")
+@pytest.mark.parametrize("closed", [".", "a", "a/packs", "a/packs/p", "a/manifest"])
+@pytest.mark.parametrize("mode", [0o000, 0o444, 0o111])
+def test_whatever_is_closed_to_the_caller_is_forbidden_and_no_crash(closed: str, mode: int) -> None:
+    with tempfile.TemporaryDirectory() as scratch:
+        root = Path(scratch, "store")
+        store = DirectoryStore(str(root))
+        for key in ("a/manifest", "a/packs/p/0"):
+            store.put(key, b"x", condition=Condition.ABSENT)
+        infos = {info.key: info for info in store.list("")}
+        for path in (Path(scratch), root, *root.rglob("*")):
+            path.chmod(0o755)
+        (root / closed).chmod(mode)
+        calls: list[Callable[[], object]] = [
+            lambda: list(store.list("")),
+            lambda: list(store.list("a/")),
+            store.now_s,
+            lambda: store.put("a/manifest", b"", condition=Condition.ANY),
+        ]
+        for key in infos:
+            calls += [
+                lambda key=key: store.head(key),  # type: ignore[misc]
+                lambda key=key: store.delete(key, generation=infos[key].generation),  # type: ignore[misc]
+                lambda key=key: list(store.read(key, generation=infos[key].generation, start=0, end=1)),  # type: ignore[misc]
+            ]
+        os.seteuid(65534)
+        try:
+            errors = []
+            for call in calls:
+                try:
+                    call()
+                except StoreError as error:
+                    errors.append(error.store_kind)
+        finally:
+            os.seteuid(0)
+        assert set(errors) == {StoreErrorKind.FORBIDDEN}

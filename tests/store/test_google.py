@@ -155,6 +155,70 @@ def test_a_name_that_is_not_found_is_transient(name: str) -> None:
         assert refused(lambda: CALLS[name](store)).store_kind is K.TRANSIENT
 
 
+NONSENSE = [
+    "[]",
+    "{}",
+    "null",
+    "3",
+    '"x"',
+    "[" * 100_000,
+    '{"size":"x","generation":"7","updated":"2026-03-02T10:00:00Z"}',
+    '{"size":"-5","generation":"7","updated":"2026-03-02T10:00:00Z"}',
+    '{"size":"5","generation":"x","updated":"2026-03-02T10:00:00Z"}',
+    '{"size":"5","generation":"7","updated":"x"}',
+    '{"size":"5","generation":"7","updated":"2026-03-02T10:00:00Z","crc32c":"x"}',
+    '{"size":"5","generation":"7"}',
+]
+
+
+@pytest.mark.parametrize("body", NONSENSE, ids=lambda body: body[:60])
+@pytest.mark.parametrize("name", ["head", "put", "put large", "list"])
+def test_json_that_makes_no_sense_is_transient(
+    store: Store, puppet: Puppet, answer: type[Answer], name: str, body: str
+) -> None:
+    if name == "list":
+        body = f'{{"items":[{body}]}}'
+    puppet.script = lambda *_: answer(status=200, body=body.encode(), headers={"Content-Type": "application/json"})
+    assert refused(lambda: CALLS[name](store)).store_kind is K.TRANSIENT
+
+
+@pytest.mark.parametrize("body", ["[]", "3", '"x"', '{"items":3}', '{"items":{"a":1}}', '{"items":[{"name":7}]}'])
+def test_a_listing_that_makes_no_sense_is_transient(
+    store: Store, puppet: Puppet, answer: type[Answer], body: str
+) -> None:
+    puppet.script = lambda *_: answer(status=200, body=body.encode(), headers={"Content-Type": "application/json"})
+    assert refused(lambda: CALLS["list"](store)).store_kind is K.TRANSIENT
+
+
+@pytest.mark.parametrize("body", ['{"error":"x"}', '{"error":["x"]}', '{"error":null}', "[]", "3", '"x"', "{}", "{"])
+@pytest.mark.parametrize(("status", "kind"), [(401, K.CREDENTIALS), (403, K.FORBIDDEN), (404, K.GONE)])
+@pytest.mark.parametrize("name", CALLS)
+def test_a_refusal_counts_whatever_comes_with_it(
+    store: Store, puppet: Puppet, answer: type[Answer], name: str, status: int, kind: K, body: str
+) -> None:
+    puppet.script = lambda *_: answer(status=status, body=body.encode(), headers={"Content-Type": "application/json"})
+    assert refused(lambda: CALLS[name](store)).store_kind is kind
+
+
+@pytest.mark.parametrize(
+    "text", ["Bearer ya29.secret", "Bearer: secret", "bearer%20secret", "access_token=secret", "Authorization: secret"]
+)
+def test_a_token_that_a_server_repeats_is_not_in_the_message(
+    store: Store, puppet: Puppet, answer: type[Answer], text: str
+) -> None:
+    told = {"error": {"code": 403, "message": f"you sent {text} twice"}}
+    xml = f"<Error><Message>you sent {text} twice</Message></Error>"
+    puppet.script = lambda method, path, _: answer(
+        status=403,
+        body=(xml if "/storage/" not in path else json.dumps(told)).encode(),
+        headers={"Content-Type": "application/json"},
+    )
+    for name in CALLS:
+        message = str(refused(lambda name=name: CALLS[name](store)))  # type: ignore[misc]
+        assert "you sent [redacted] twice" in message
+        assert "secret" not in message
+
+
 @pytest.mark.parametrize("name", ["read", "head", "list", "put", "put large"])
 def test_an_answer_that_makes_no_sense_is_transient(
     store: Store, puppet: Puppet, answer: type[Answer], name: str
@@ -370,6 +434,21 @@ def test_no_token_to_be_had_is_credentials_and_an_unreachable_giver_of_them_tran
             for name in CALLS:
                 assert refused(lambda name=name: CALLS[name](store)).store_kind is kind  # type: ignore[misc]
     assert puppet.requests == []
+
+
+def test_what_is_about_no_object_names_the_store(puppet: Puppet, answer: type[Answer]) -> None:
+    from google.auth import exceptions
+
+    credentials, store = signed(puppet)
+    with contextlib.closing(store):
+        puppet.script = lambda *_: answer(status=404)
+        error = refused(lambda: list(store.list("y/")))
+        assert str(error).startswith("gs://bucket/p: 404 Not Found")
+        assert error.key == "y/"
+        credentials.fail = exceptions.RefreshError("invalid_grant")  # type: ignore[no-untyped-call]
+        credentials.valid = False
+        for call in (lambda: list(store.list("y/")), lambda: store.head("k")):
+            assert str(refused(call)) == "gs://bucket/p: no Google access token: invalid_grant"
 
 
 def test_a_machine_without_credentials_is_told_so(monkeypatch: pytest.MonkeyPatch) -> None:

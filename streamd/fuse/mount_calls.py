@@ -1,0 +1,78 @@
+"""The kernel's calls for mounts: mount(2), umount2(2), and those of 5.2 that handle a mount by a descriptor.
+
+With fsopen(2), fsmount(2) and move_mount(2) a mount has a descriptor before it has a place: it is put on a directory
+that is held open, and taken away again, without any path that someone could redirect meanwhile. FUSE has them since
+5.4. Everything here raises `OSError`.
+"""
+
+import ctypes
+import os
+from collections.abc import Mapping
+
+# sys/mount.h
+MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
+MNT_FORCE, MNT_DETACH = 1, 2
+MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
+_UMOUNT_NOFOLLOW = 8
+_FSOPEN_CLOEXEC = _FSMOUNT_CLOEXEC = 1
+_FSCONFIG_SET_FLAG, _FSCONFIG_SET_STRING, _FSCONFIG_CMD_CREATE = 0, 1, 6
+_MOVE_MOUNT_F_EMPTY_PATH, _MOVE_MOUNT_T_EMPTY_PATH = 0x04, 0x40
+# asm-generic/unistd.h; since 5.1 new calls have one number on all architectures (but alpha).
+_SYS_MOVE_MOUNT, _SYS_FSOPEN, _SYS_FSCONFIG, _SYS_FSMOUNT = 429, 430, 431, 432
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+
+
+def mount(source: str, target: str, filesystem: str, flags: int, data: str = "") -> None:
+    """Mount on a path that nobody else can change."""
+    result = _libc.mount(
+        source.encode(), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()
+    )
+    _checked(result, target)
+
+
+def new_mount(filesystem: str, options: Mapping[str, str | None], attributes: int) -> int:
+    """Make a mount that has no place yet, and give its descriptor; closing that ends a mount which got no place.
+
+    `options` are the file system's, None for those without a value; `attributes` are MOUNT_ATTR_ flags.
+    """
+    context = _syscall(_SYS_FSOPEN, filesystem.encode(), _FSOPEN_CLOEXEC)
+    try:
+        for key, value in options.items():
+            command = _FSCONFIG_SET_FLAG if value is None else _FSCONFIG_SET_STRING
+            _syscall(_SYS_FSCONFIG, context, command, key.encode(), None if value is None else value.encode(), 0)
+        _syscall(_SYS_FSCONFIG, context, _FSCONFIG_CMD_CREATE, None, None, 0)
+        return _syscall(_SYS_FSMOUNT, context, _FSMOUNT_CLOEXEC, attributes)
+    finally:
+        os.close(context)
+
+
+def move_mount(mount_fd: int, directory_fd: int) -> None:
+    """Put a mount on top of a directory, wherever that is now."""
+    flags = _MOVE_MOUNT_F_EMPTY_PATH | _MOVE_MOUNT_T_EMPTY_PATH
+    _syscall(_SYS_MOVE_MOUNT, mount_fd, b"", directory_fd, b"", flags)
+
+
+def umount(target: str, flags: int) -> None:
+    """Unmount what is mounted on a path, whose last component is not followed if it is a symlink."""
+    _checked(_libc.umount2(os.fsencode(target), ctypes.c_int(flags | _UMOUNT_NOFOLLOW)), target)
+
+
+def detach(mount_fd: int) -> None:
+    """Take away the mount that a descriptor is the root of, wherever it is."""
+    target = f"/proc/self/fd/{mount_fd}"
+    _checked(_libc.umount2(target.encode(), ctypes.c_int(MNT_DETACH)), target)
+
+
+def _syscall(number: int, *arguments: int | bytes | None) -> int:
+    # As long: a C int among variadic arguments would leave the upper half of its register undefined.
+    values = [ctypes.c_long(value) if isinstance(value, int) else ctypes.c_char_p(value) for value in arguments]
+    return _checked(int(_libc.syscall(ctypes.c_long(number), *values)))
+
+
+def _checked(result: int, path: str | None = None) -> int:
+    if result < 0:
+        code = ctypes.get_errno()
+        raise OSError(code, os.strerror(code), path)
+    return result
