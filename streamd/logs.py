@@ -52,8 +52,11 @@ class BoundedLog:
         data = text.encode(errors="backslashreplace")
         with self._lock, suppress(OSError):
             if os.fstat(self._fd).st_size + len(data) > self._max_bytes:
-                os.rename(self.path, f"{self.path}.1")
-                self._open()
+                # A file that was moved or whose directory was removed must not end the log: what can be done is done.
+                with suppress(OSError):
+                    os.rename(self.path, f"{self.path}.1")
+                with suppress(OSError):
+                    self._open()
             os.write(self._fd, data)
         return len(text)
 

@@ -40,6 +40,7 @@ CONNECTIONS_MAX = 32
 # A client sends its line at once; one that doesn't is not waited for.
 REQUEST_WAIT_S = 10.0
 REPLY_WAIT_S = 5.0
+_OPENERS_NAMED = 5  # in a message; the error's facts have all
 _SUN_PATH_MAX_BYTES = 107  # unix(7)
 
 log = structlog.get_logger(__name__)
@@ -84,7 +85,10 @@ class InUse(Refused):
     """The mount has open files; `openers` holds whose."""
 
     def __init__(self, mountpoint: str, openers: Sequence[Opener]) -> None:
-        who = ", ".join(f"{o.command or 'a process'} (pid {o.pid}) has {o.file} open" for o in openers)
+        named = openers[:_OPENERS_NAMED]
+        who = ", ".join(f"{o.command or 'a process'} (pid {o.pid}) has {o.file} open" for o in named)
+        if len(openers) > len(named):
+            who += f", and {len(openers) - len(named)} more"
         super().__init__(f"{mountpoint} is in use: {who}; wait for it, or use --force, which fails its reads")
         self.openers = [asdict(opener) for opener in openers]
 

@@ -6,9 +6,11 @@ A command never looks at a mount to learn about it, since a stuck server would h
 import json
 import os
 import select
+import signal
 import socket
 import struct
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -70,6 +72,21 @@ class MountClient:
     def umount(self, *, force: bool) -> None:
         """Unmount, and wait for the process to end, so that its cache is free. Raises: as `status`, the server's."""
         self._ask({"method": "umount", "force": force}, wait_s=UMOUNT_WAIT_S, then_gone=True)
+
+    def end_server(self) -> None:
+        """Kill the process that holds the socket, answering or not (stopped, say), and wait for its end."""
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+            connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, struct.pack("ll", 2, 0))
+            with suppress(OSError):
+                connection.connect(os.fspath(self.path))
+                server = _open_server(connection)
+                if server is None:
+                    return
+                try:
+                    signal.pidfd_send_signal(server, signal.SIGKILL)
+                    _wait_for_end(server)
+                finally:
+                    os.close(server)
 
     def _ask(self, request: dict[str, object], *, wait_s: float, then_gone: bool = False) -> dict[str, object]:
         try:

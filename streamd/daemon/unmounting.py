@@ -13,7 +13,8 @@ class How(Enum):
 
     ASKED = "asked"
     STALE = "stale"  # its process had died before
-    ABORTED = "aborted"  # its process did not answer
+    ABORTED = "aborted"  # its process did not answer, and was ended
+    UNASKED = "unasked"  # its process could not be found
 
     @property
     def remark(self) -> str:
@@ -24,7 +25,9 @@ class How(Enum):
             case How.STALE:
                 return " (its process was dead)"
             case How.ABORTED:
-                return " (its process did not answer; the connection was aborted)"
+                return " (its process did not answer; the connection was aborted, the process ended)"
+            case How.UNASKED:
+                return " (its process was not asked: there is no control socket for it in the run directory)"
 
 
 def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
@@ -36,16 +39,25 @@ def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
     mountpoint = mount_paths.resolve(path)
     client = MountClient(run_directory, mountpoint)
     top = mountinfo.topmost(mountpoint)
+    is_ours = top is not None and top.filesystem == mounting.FILESYSTEM
     try:
         client.umount(force=force)
     except NoServer:
-        if top is None or top.filesystem != mounting.FILESYSTEM:
+        if top is None or not is_ours:
             raise NotFound(f"no streamd mount at {mountpoint}") from None
-        mounting.clean_stale(mountpoint, server_lives=lambda _: False)
-        return mountpoint, How.STALE
+        if mounting.is_dead(mountpoint):
+            mounting.clean_stale(mountpoint, server_lives=lambda _: False)
+            return mountpoint, How.STALE
+        # It lives, and its socket isn't where we look: the kernel is asked, and says no while a file is open.
+        if force:
+            mounting.abort(mountpoint, top.device)
+        else:
+            mounting.unmount(mountpoint, top.device)
+        return mountpoint, How.UNASKED
     except NoAnswer as error:
-        if not force or top is None or top.filesystem != mounting.FILESYSTEM:
+        if not force or top is None or not is_ours:
             raise NoAnswer(f"{error}; --force unmounts without it") from error
         mounting.abort(mountpoint, top.device)
+        client.end_server()
         return mountpoint, How.ABORTED
     return mountpoint, How.ASKED

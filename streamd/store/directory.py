@@ -168,7 +168,7 @@ class DirectoryStore:
             raise ValueError(f"[{start}, {end}) is not a range")
         if start == end:
             return
-        with self._opened(key) as (fd, status):
+        with self._reachable(key), self._opened(key) as (fd, status):
             if _generation(status) != generation:
                 raise _changed(key)
             while start < end:
@@ -183,6 +183,20 @@ class DirectoryStore:
                     raise StoreError(StoreErrorKind.TRANSIENT, key, f"ends at byte {start}, before byte {end}")
                 start += len(piece)
                 yield piece
+
+    @contextlib.contextmanager
+    def _reachable(self, key: str) -> Iterator[None]:
+        """Tell an object that is gone from a store that is: its file system isn't mounted, its directory was moved.
+
+        Whoever reads a pinned version has seen the store, and every store that was written to has a directory of ours.
+        """
+        try:
+            yield
+        except StoreError as error:
+            if error.store_kind is StoreErrorKind.GONE and not os.path.isdir(os.path.join(self._root, _OWN)):
+                message = f"the store at {self._root} is not there; is its file system mounted?"
+                raise StoreError(StoreErrorKind.TRANSIENT, key, message) from error
+            raise
 
     def crc32c(self, info: ObjectInfo) -> int:
         if info.crc32c is not None:

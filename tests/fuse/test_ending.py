@@ -315,3 +315,34 @@ def test_opening_reading_and_closing_leaves_no_descriptor_and_no_thread(mounts: 
         after = _facts(mount.pid)
         assert after["descriptors"] <= before["descriptors"] + 1  # the control socket's, while it asks
         assert after["threads"] <= before["threads"] + 2  # Trio keeps idle threads for 10 s
+
+
+def test_a_mount_whose_socket_is_gone_can_be_taken_away(mounts: Mounts, saved: "Saved") -> None:
+    with mounts.start(saved.url) as mount:
+        mount.client.path.unlink()
+        result = mounts.run("umount", mount.mountpoint, "--json")
+        assert result.returncode == 0, result.stdout
+        assert json.loads(result.stdout)["how"] == "unasked"
+        assert not mount.is_mounted()
+        mount.wait()
+
+
+def test_a_process_that_is_stopped_does_not_outlive_a_forced_unmount(mounts: Mounts, saved: "Saved") -> None:
+    with mounts.start(saved.url) as mount:
+        mount.signal(signal.SIGSTOP)
+        result = mounts.run("umount", mount.mountpoint, "--force", "--json")
+        assert result.returncode == 0, result.stdout
+        assert mount.wait() == -signal.SIGKILL
+        # And so neither its mountpoint nor its cache is taken.
+        with mounts.start(saved.url, mountpoint=mount.mountpoint) as again:
+            assert again.status()["cached_chunks"] >= 0
+
+
+def test_a_mount_that_somebody_detached_can_still_be_ended(mounts: Mounts, saved: "Saved") -> None:
+    with mounts.start(f"{saved.url}?rate=1MB/s") as mount:
+        reader = mount.reader(saved.pages)
+        mount.until_waiting(1)
+        assert subprocess.run(["umount", "-l", mount.mountpoint], check=False).returncode == 0
+        assert mounts.run("umount", "--force", mount.mountpoint).returncode == 0
+        mount.wait()
+        assert reader.outcome().errors

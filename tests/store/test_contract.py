@@ -119,7 +119,8 @@ def test_what_is_not_there_is_gone(store: Store) -> None:
             store.put("other/x", b"", condition=Condition.ABSENT)
         assert kind_of(lambda: store.head("a/b")) is StoreErrorKind.GONE
         assert kind_of(lambda: store.delete("a/b", generation="1")) is StoreErrorKind.GONE
-        assert kind_of(lambda: list(store.read("a/b", generation="1", start=0, end=1))) is StoreErrorKind.GONE
+    # Whoever reads a version has seen the store: without it, it is out of reach, not empty (test_directory).
+    assert kind_of(lambda: list(store.read("a/b", generation="1", start=0, end=1))) is StoreErrorKind.GONE
 
 
 def test_delete_removes_that_generation_only(store: Store) -> None:

@@ -326,3 +326,18 @@ def test_whatever_is_closed_to_the_caller_is_forbidden_and_no_crash(closed: str,
         finally:
             os.seteuid(0)
         assert set(errors) == {StoreErrorKind.FORBIDDEN}
+
+
+def test_a_store_that_is_not_mounted_is_out_of_reach_and_not_empty(tmp_path: Path) -> None:
+    store = DirectoryStore(str(tmp_path / "store"))
+    info = store.put("a/b", b"data", condition=Condition.ABSENT)
+    (tmp_path / "store").rename(tmp_path / "elsewhere")
+    for is_mountpoint_left in (False, True):
+        if is_mountpoint_left:
+            (tmp_path / "store").mkdir()
+        with pytest.raises(StoreError) as caught:
+            list(store.read("a/b", generation=info.generation, start=0, end=4))
+        assert caught.value.store_kind is StoreErrorKind.TRANSIENT
+    (tmp_path / "store").rmdir()
+    (tmp_path / "elsewhere").rename(tmp_path / "store")
+    assert b"".join(store.read("a/b", generation=info.generation, start=0, end=4)) == b"data"
