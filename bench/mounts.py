@@ -147,10 +147,12 @@ class LiveMount:
         return [json.loads(line) if line.startswith("{") else {"text": line} for line in lines]
 
     def complaints(self) -> list[dict[str, Any]]:
-        """What must never be in a log: exceptions that nobody foresaw, and text of an interpreter or a C library."""
-        # A foreground mount that Ctrl-C ends says so in its last line.
-        texts = ("", "error: interrupted")
-        return [line for line in self.log() if line.get("text", "") not in texts or "exception" in line]
+        """What must never be in a log: exceptions that nobody foresaw, and text of an interpreter or a C library.
+
+        In the foreground the command's own words ("warning: …") stand between the lines.
+        """
+        own = ("warning: ", "error: ")
+        return [line for line in self.log() if "exception" in line or not line.get("text", own[0]).startswith(own)]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the serving process."""

@@ -349,6 +349,7 @@ def _open_image(path: Path, manifest: bytes, layout: Layout, owner: str) -> Node
         fds.append(os.open(path / "data", flags, 0o600))
         fds.append(os.open(path / "resident", flags, 0o600))
         bitmap_bytes = (len(layout) + 7) // 8
+        os.posix_fallocate(fds[2], 0, max(bitmap_bytes, 1))  # the disk may be full when its bits are to be set
         bits = bytearray(os.pread(fds[2], bitmap_bytes, 0))
         bits.extend(bytes(bitmap_bytes - len(bits)))
         if os.fstat(fds[1]).st_size != layout.start[-1]:

@@ -76,26 +76,35 @@ class WriteBehind:
     def _run(self) -> None:
         batch: list[int] = []
         batch_bytes = 0
-        is_last = False
-        while not is_last and not self._stop:
+        while not self._stop:
             try:
                 item = self._queue.get(timeout=_SYNC_WAIT_S if batch else None)
-            except queue.Empty:
-                item = None
-            else:
                 is_last = item is None
-            try:
-                self._busy_since_s = time.monotonic()
-                if item is not None:
+            except queue.Empty:
+                item, is_last = None, False
+            failure = None
+            if item is not None:
+                failure = self._attempt(self._cache.write, item.data, item.offset)
+                if failure is None:
                     batch.append(item.chunk)
                     batch_bytes += len(item.data)
-                    self._cache.write(item.data, item.offset)
-                if batch and (item is None or batch_bytes >= _SYNC_BYTES):
-                    self._cache.confirm(batch)
-                    self._written(batch, None)
-                    batch, batch_bytes = [], 0
-            except OSError as error:
-                self._written(batch, error)
+            # Also when the disk is full: what it took before it was may be there.
+            if batch and (item is None or failure is not None or batch_bytes >= _SYNC_BYTES):
+                unconfirmed = self._attempt(self._cache.confirm, batch)
+                self._written(batch, unconfirmed)
+                batch, batch_bytes = [], 0
+                failure = unconfirmed or failure
+            if failure is not None:
+                self._written([] if item is None else [item.chunk], failure)
+            if failure is not None or is_last:
                 return
-            finally:
-                self._busy_since_s = None
+
+    def _attempt(self, call: Callable[..., None], *args: object) -> OSError | None:
+        self._busy_since_s = time.monotonic()
+        try:
+            call(*args)
+        except OSError as error:
+            return error
+        finally:
+            self._busy_since_s = None
+        return None
