@@ -9,9 +9,7 @@ the figures compare clients and say little about a network.
 """
 
 import argparse
-import json
 import os
-import platform
 import random
 import resource
 import threading
@@ -21,6 +19,7 @@ from datetime import timedelta
 from typing import Any
 
 from bench.emulator import Emulator
+from bench.report import publish
 from streamd.store.gcs import GoogleStore
 from streamd.store.port import Condition, ObjectInfo
 
@@ -146,10 +145,7 @@ def main() -> None:
                         }
                     )
         store.close()
-    machine = {"cores": os.cpu_count(), "machine": platform.machine(), "python": platform.python_version()}
-    print(
-        json.dumps({"bench": "range_reads", "machine": machine, "parameters": vars(arguments), "rows": rows}, indent=1)
-    )
+    publish("range_reads", vars(arguments), {"rows": rows})
 
 
 if __name__ == "__main__":

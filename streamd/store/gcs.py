@@ -5,11 +5,11 @@
 on the same machine, 2 cores, MB/s):
 
     range, threads             1 MiB, 1    1 MiB, 4    4 MiB, 1    4 MiB, 4    CPU s/GB
-    google-cloud-storage            148          95          84         237     2.7-5.0
-    obstore, whole body             786         941         500        1310     0.5-0.7
-    this store (in pieces)          185         602         985        1041     0.6-1.1
+    google-cloud-storage            270         163         394         234     2.4-7.1
+    obstore, whole body             825        1575        1354        1774     0.5-0.8
+    this store (in pieces)          833        1294        1087        1653     0.6-0.8
 
-(one run of 1.5 s a figure, with other work on both cores: their ratio counts, not their third digit).
+(one run of 2 s a figure, the emulator on the same two cores: their ratio counts, not their third digit).
 
 Neither client retries, each has its time-outs, both take their tokens from one provider, and what either of them says
 went wrong is classed by one table (`store/google_errors.py`).
