@@ -149,10 +149,13 @@ class LiveMount:
     def complaints(self) -> list[dict[str, Any]]:
         """What must never be in a log: exceptions that nobody foresaw, and text of an interpreter or a C library.
 
-        In the foreground the command's own words ("warning: …") stand between the lines.
+        In the foreground the command's own words stand between the lines, and an empty one after a Ctrl-C.
         """
-        own = ("warning: ", "error: ")
-        return [line for line in self.log() if "exception" in line or not line.get("text", own[0]).startswith(own)]
+
+        def is_own(text: str) -> bool:
+            return not text or text.startswith(("warning: ", "error: "))
+
+        return [line for line in self.log() if "exception" in line or not is_own(line.get("text", ""))]
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the serving process."""
