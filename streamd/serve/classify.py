@@ -14,6 +14,7 @@ from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
 
 from streamd.serve.order import Want
+from streamd.snapshot.memory import PAGE_BYTES
 
 SLOTS = 128
 READ_BYTES = 256 << 10
@@ -21,8 +22,6 @@ READ_BYTES = 256 << 10
 MISSING_BYTES_MAX = (SLOTS - 1) * READ_BYTES
 # A fault's window is at most 32 MiB, 128 reads (gVisor mm/address_space.go:mapASLocked); more than this is the stream.
 RUN_READS = 160
-# Reads of runsc begin and end at pages; other readers' are rounded to them, so that no reader can make the set large.
-PAGE_BYTES = 4096
 # Ranges that a set keeps apart. A load has a few hundred; whoever makes more loses only exactness, at the lowest ones.
 RANGES_MAX = 8192
 # How far from a run's highest byte a read may begin and still continue it: reads are held up by two windows at times.
@@ -103,6 +102,7 @@ class ReadClassifier:
 
     def classify(self, start: int, end: int) -> Want:
         """Class of a read of [start, end), which is then remembered as asked for."""
+        # Reads of runsc begin and end at pages; others are rounded to them, so that no reader makes the set large.
         start -= start % PAGE_BYTES
         end += -end % PAGE_BYTES
         is_fault = self._asked.missing_exceeds(self._floor, start, MISSING_BYTES_MAX)

@@ -83,8 +83,11 @@ def fetch(
     plan: GetPlan,
     progress: Progress,
     deliver: Callable[[FrameSpan, Buffer], None],
+    pause: Callable[[float], None] = time.sleep,
 ) -> None:
     """Fetch a plan's bytes and deliver its verified chunks, in order, from this thread.
+
+    `pause` waits so many seconds between two tries of which the first brought next to nothing.
 
     Raises: `StoreError`, of kind CORRUPT when a frame is not what its checksum says; what was delivered before stays.
     """
@@ -105,7 +108,7 @@ def fetch(
             if progress.received == before and not progress.stop:
                 raise StoreError(StoreErrorKind.TRANSIENT, pinned.key, "the body was empty")
         if progress.received < plan.end and progress.received - before < _WORTHWHILE_BYTES and not progress.stop:
-            time.sleep(pause_s)
+            pause(pause_s)
             pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
     progress.took_s = time.monotonic() - began_s
 

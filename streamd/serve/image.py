@@ -15,7 +15,6 @@ import structlog
 import trio
 
 from streamd.config import Config
-from streamd.errors import NotFound
 from streamd.serve.handles import Handle, Opener, PendingRead, ReadFailed
 from streamd.serve.memory import Accountant
 from streamd.serve.node_cache import NodeCache
@@ -288,13 +287,6 @@ class ServedImage:
                     oldest_s=round(oldest_s, 1),
                     last_failure=self._scheduler.last_failure,
                 )
-
-    def handle_numbered(self, number: int) -> Handle:
-        """Give an open handle by its number. Raises: `NotFound`."""
-        try:
-            return self._handles[number]
-        except KeyError:
-            raise NotFound(f"no open file has handle {number}") from None
 
     def status(self) -> dict[str, Any]:
         """Describe the image and what was served of it, for `streamd status --json` (README names the fields)."""

@@ -4,6 +4,7 @@ import os
 import stat
 import subprocess
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -154,3 +155,10 @@ def test_a_cache_smaller_than_the_image_still_gives_right_bytes(mounts: Mounts, 
         blocks = sum(file.stat().st_blocks for file in mounts.cache_directory.rglob("*") if file.is_file())
         assert 512 * blocks <= 9 * MIB  # bitmap, manifest and head on top
         assert mount.complaints() == []
+
+
+def test_pod_memory_gets_into_no_core_file(mounts: Mounts, saved: "Saved") -> None:
+    with mounts.start(saved.url) as mount:
+        limits = Path(f"/proc/{mount.pid}/limits").read_text()
+        line = next(line for line in limits.splitlines() if line.startswith("Max core file size"))
+        assert line.split()[4:6] == ["0", "0"]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from streamd.serve.classify import MISSING_BYTES_MAX, READ_BYTES, RUN_READS, SLOTS, Ranges, ReadClassifier
+from streamd.serve.classify import MISSING_BYTES_MAX, RANGES_MAX, READ_BYTES, RUN_READS, SLOTS, Ranges, ReadClassifier
 from streamd.serve.order import Want
 
 PAGE = 4096
@@ -152,3 +152,13 @@ def test_missing_bytes_are_counted_as_a_set_of_bytes_counts_them(
     assert {b for s, e in subject.as_pairs() for b in range(s, e)} == model
     pairs = subject.as_pairs()
     assert all(end < start for (_, end), (start, _) in itertools.pairwise(pairs))
+
+
+def test_no_reader_can_make_the_set_of_ranges_large() -> None:
+    ranges = Ranges()
+    for index in range(3 * RANGES_MAX):
+        ranges.add(2 * index * PAGE, (2 * index + 1) * PAGE)
+        assert len(ranges._starts) == len(ranges._ends) <= RANGES_MAX
+    # What was given up is exactness at the low end; the latest are still told apart.
+    assert ranges.as_pairs()[-1] == ((6 * RANGES_MAX - 2) * PAGE, (6 * RANGES_MAX - 1) * PAGE)
+    assert ranges.as_pairs()[0][0] == 0
