@@ -14,6 +14,7 @@ PAGES = "pages.img"
 IMAGE_FILES = (CHECKPOINT, PAGES_META, PAGES)
 
 MANIFEST = "manifest"
+TRACE = "trace"
 
 _ID = re.compile(r"[a-z0-9][a-z0-9-]{0,62}")
 
@@ -28,6 +29,11 @@ def checked_id(text: str, what: str = "snapshot id") -> str:
 def manifest_key(snapshot_id: str) -> str:
     """Key of the manifest, whose existence is the snapshot's."""
     return f"{checked_id(snapshot_id)}/{MANIFEST}"
+
+
+def trace_key(snapshot_id: str) -> str:
+    """Key of the learned order, which a snapshot may have."""
+    return f"{checked_id(snapshot_id)}/{TRACE}"
 
 
 def packs_prefix(snapshot_id: str, push_id: str = "") -> str:

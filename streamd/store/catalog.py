@@ -21,7 +21,8 @@ from streamd.store.port import ObjectInfo, Store
 class Pinned:
     """A snapshot as it was when it was opened.
 
-    `data` is the stored manifest, `digest` its SHA-256 (32 bytes), `packs[i]` the version of pack i.
+    `data` is the stored manifest, `digest` its SHA-256 (32 bytes), `packs[i]` the version of pack i, `trace` that of
+    its learned order, if there was one. Unlike the others, that one may change in the snapshot's life.
     """
 
     manifest: Manifest
@@ -29,6 +30,7 @@ class Pinned:
     digest: bytes
     manifest_info: ObjectInfo
     packs: tuple[ObjectInfo, ...]
+    trace: ObjectInfo | None = None
 
 
 class State(StrEnum):
@@ -158,7 +160,14 @@ def _pin(store: Store, snapshot_id: str, infos: dict[str, ObjectInfo]) -> Pinned
     if manifest.snapshot_id != snapshot_id:
         raise Damaged(f"{info.key}: it is the manifest of {manifest.snapshot_id}")
     packs = tuple(_pinned_pack(manifest, index, infos) for index in range(len(manifest.packs)))
-    return Pinned(manifest=manifest, data=data, digest=manifest_digest(data), manifest_info=info, packs=packs)
+    return Pinned(
+        manifest=manifest,
+        data=data,
+        digest=manifest_digest(data),
+        manifest_info=info,
+        packs=packs,
+        trace=infos.get(names.trace_key(snapshot_id)),
+    )
 
 
 def _pinned_pack(manifest: Manifest, index: int, infos: dict[str, ObjectInfo]) -> ObjectInfo:

@@ -38,23 +38,23 @@ def _runsc(directory: Path) -> Runsc:
     return Runsc(_runsc_binary(), options)
 
 
-def _shape(containers: int, rootfs: str) -> Shape:
-    heaps = tuple(Heap(seed, _BLOCKS // containers) for seed in range(1, containers + 1))
+def _shape(containers: int, rootfs: str, blocks: int) -> Shape:
+    heaps = tuple(Heap(seed, blocks // containers) for seed in range(1, containers + 1))
     return Shape(heaps, readonly=rootfs == "ro")
 
 
 @pytest.fixture(scope="session")
-def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int, str], Image]:
-    """Give the image of a pod of so many containers with a root of this kind (`ro`, `rw`)."""
-    made: dict[tuple[int, str], Image] = {}
+def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Image]:
+    """Give the image of a pod of so many containers with a root of this kind (`ro`, `rw`) and so many MiB of heap."""
+    made: dict[tuple[int, str, int], Image] = {}
 
-    def image(containers: int, rootfs: str) -> Image:
-        key = (containers, rootfs)
+    def image(containers: int, rootfs: str, blocks: int = _BLOCKS) -> Image:
+        key = (containers, rootfs, blocks)
         if key not in made:
-            directory = tmp_path_factory.mktemp(f"image-{containers}-{rootfs}")
+            directory = tmp_path_factory.mktemp(f"image-{containers}-{rootfs}-{blocks}")
             runsc = _runsc(directory)
             try:
-                made[key] = checkpoint(runsc, directory, _shape(containers, rootfs))
+                made[key] = checkpoint(runsc, directory, _shape(containers, rootfs, blocks))
             finally:
                 runsc.remove_root()
         return made[key]
@@ -111,7 +111,8 @@ def push(streamd: Streamd, stores: Stores) -> Push:
     """Give the URL of an image's snapshot in a store (`file`, `gs`), pushing it when that was not done yet."""
 
     def url(image: Image, store: str) -> str:
-        snapshot_id = f"pod-{len(image.shape.heaps)}-{'ro' if image.shape.readonly else 'rw'}"
+        blocks = sum(heap.blocks for heap in image.shape.heaps)
+        snapshot_id = f"pod-{len(image.shape.heaps)}-{'ro' if image.shape.readonly else 'rw'}-{blocks}"
         url = f"{stores.urls[store]}/{snapshot_id}"
         if url not in stores.pushed:
             streamd.run("push", str(image.directory), stores.urls[store], "--id", snapshot_id)

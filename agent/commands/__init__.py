@@ -1,0 +1,1 @@
+"""The commands of `snapagent`, one module each, imported when it is called."""

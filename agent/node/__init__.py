@@ -1,0 +1,1 @@
+"""What the agent does on a node: restores and checkpoints of sandboxes."""
