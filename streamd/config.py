@@ -8,10 +8,12 @@
     [cache]
     enabled = true
     directory = "/var/cache/streamd"
-    max_bytes = "50%"                      # a size, or a share of the disk; absent: the node cache's own rule
+    max_bytes = "50%"                      # of all images; a size, or a share of the disk
+    reserve_bytes = "10%"                  # of the disk stay free, whoever fills it
+    recent_s = "1h"                        # what was used since then stays, unless another is asked for again meanwhile
 
     [fetch]
-    background_gets = 4                    # requests to the store at once for what nobody waits for
+    background_gets = 16                   # most requests to the store at once for what no thread waits for
     get_bytes = "4MiB"                     # most bytes of one such request
     fault_gets = 16                        # requests at once for stopped threads, on top
 
@@ -31,6 +33,7 @@ import re
 import tomllib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
 from pathlib import Path
 
 from streamd.errors import Exit, StreamdError
@@ -60,17 +63,33 @@ class ConfigError(StreamdError):
 
 @dataclass(frozen=True, slots=True)
 class CacheConfig:
-    """Where chunks are kept on this node. `directory` None: nowhere. `max_bytes` None: the node cache decides."""
+    """Where chunks are kept on this node, and how many (`serve/cache_policy.py`).
+
+    `directory` None: nowhere. `max_bytes` None: half of the disk, `reserve_bytes` None: a tenth of it.
+    """
 
     directory: Path | None = Path("/var/cache/streamd")
     max_bytes: int | None = None
+    reserve_bytes: int | None = None
+    recent_s: float = 3600.0
+
+
+class Prefetch(StrEnum):
+    """What is fetched before it is read."""
+
+    NONE = "none"
+    HOT = "hot"  # what earlier restores waited for, and the windows of faults
+    ALL = "all"  # everything, behind that
 
 
 @dataclass(frozen=True, slots=True)
 class FetchConfig:
-    """How the store is read: requests at once for background work, bytes of one, requests at once for faults."""
+    """How the store is read: requests at once for background work, bytes of one, requests at once for faults; at most.
 
-    background_gets: int = 4
+    How much of that is used at a time follows from what the store and the link bring (`serve/limit.py`).
+    """
+
+    background_gets: int = 16
     get_bytes: int = 4 * MIB
     fault_gets: int = 16
 
@@ -232,6 +251,8 @@ def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[
     config = Config(
         cache=CacheConfig(
             max_bytes=cache.size("max_bytes", low=0, high=1 << 60, whole_bytes=lambda: disk_bytes(directory)),
+            reserve_bytes=cache.size("reserve_bytes", low=0, high=1 << 60, whole_bytes=lambda: disk_bytes(directory)),
+            recent_s=cache.duration_s("recent_s", defaults.cache.recent_s, high=366 * 86400),
             directory=directory if cache.boolean("enabled", True) else None,
         ),
         fetch=FetchConfig(

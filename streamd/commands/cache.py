@@ -55,7 +55,7 @@ def _by_permission() -> Iterator[None]:
 @click.pass_obj
 def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
     """List the images, least recently used first, and who uses them."""
-    from streamd.serve.node_cache import list_images
+    from streamd.serve.cache_directory import list_images
 
     directory = _directory(invocation, cache_dir)
     with _by_permission():
@@ -65,10 +65,17 @@ def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
         return
     now_s = time.time()
     rows = [
-        [image.key, size_text(image.disk_bytes), age_text(now_s - image.used_s), image.owner or ""] for image in images
+        [
+            image.key,
+            size_text(image.disk_bytes),
+            age_text(now_s - image.used_s),
+            "yes" if image.is_pinned else "",
+            image.owner or "",
+        ]
+        for image in images
     ]
     if rows:
-        print_table(["DIGEST", "ON DISK", "USED", "IN USE BY"], rows)
+        print_table(["IMAGE", "ON DISK", "USED", "PINNED", "IN USE BY"], rows)
     else:
         click.echo(f"no images in {directory}", err=True)
 
@@ -79,22 +86,64 @@ def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
 @json_option
 @click.pass_obj
 def _clear(invocation: Invocation, cache_dir: Path | None, key: str | None, as_json: bool) -> None:
-    """Remove the images that no mount uses; exit code 7 when the one that was named is in use."""
-    from streamd.serve.node_cache import clear_images
+    """Remove the images that no mount uses and that aren't pinned; exit code 7 when the one that was named stays."""
+    from streamd.serve.cache_directory import clear_images
 
     directory = _directory(invocation, cache_dir)
     with _by_permission():
-        removed, in_use = clear_images(directory, key)
+        removed, left = clear_images(directory, key)
     if key is not None and not removed:
-        if in_use:
-            raise Refused(f"image {key} is in use by {in_use[0].owner or 'a mount'}")
+        if left and left[0].is_pinned:
+            raise Refused(f"image {key} is pinned: streamd cache unpin {key}")
+        if left:
+            raise Refused(f"image {key} is in use by {left[0].owner or 'a mount'}")
         raise NotFound(f"no image {key} in {directory}")
+    in_use = [image for image in left if not image.is_pinned]
+    pinned = [image for image in left if image.is_pinned]
     if as_json:
-        print_json({"removed": [asdict(image) for image in removed], "in_use": [asdict(image) for image in in_use]})
+        lists = {"removed": removed, "in_use": in_use, "pinned": pinned}
+        print_json({name: [asdict(image) for image in images] for name, images in lists.items()})
         return
     click.echo(f"{len(removed)} images removed, {size_text(sum(image.disk_bytes for image in removed))}")
     for image in in_use:
         click.echo(f"{image.key} stays: in use by {printable(image.owner or 'a mount')}")
+    for image in pinned:
+        click.echo(f"{image.key} stays: it is pinned")
+
+
+@command.command("pin")
+@click.argument("key")
+@_cache_dir_option
+@json_option
+@click.pass_obj
+def _pin(invocation: Invocation, key: str, cache_dir: Path | None, as_json: bool) -> None:
+    """Keep an image, by the name that `cache ls` shows, until it is unpinned, whether it is used or not.
+
+    \b
+    Example:
+      streamd cache pin 3f8a…
+    """
+    from streamd.serve.cache_directory import pin_image
+
+    with _by_permission():
+        pin_image(_directory(invocation, cache_dir), key)
+    if as_json:
+        print_json({"key": key, "is_pinned": True})
+
+
+@command.command("unpin")
+@click.argument("key")
+@_cache_dir_option
+@json_option
+@click.pass_obj
+def _unpin(invocation: Invocation, key: str, cache_dir: Path | None, as_json: bool) -> None:
+    """Let a pinned image leave again when others need its room."""
+    from streamd.serve.cache_directory import unpin_image
+
+    with _by_permission():
+        unpin_image(_directory(invocation, cache_dir), key)
+    if as_json:
+        print_json({"key": key, "is_pinned": False})
 
 
 @command.command("verify")
@@ -103,7 +152,7 @@ def _clear(invocation: Invocation, cache_dir: Path | None, key: str | None, as_j
 @click.pass_obj
 def _verify(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
     """Check every cached chunk of every image that no mount uses; bad ones are forgotten, exit code 4."""
-    from streamd.serve.node_cache import verify_images
+    from streamd.serve.cache_directory import verify_images
 
     directory = _directory(invocation, cache_dir)
     with _by_permission():

@@ -1,75 +1,90 @@
-"""The node cache on disk: one directory an image, a sparse file that mirrors it, and a bitmap of what is there.
+"""One image in the node cache: its directory, with the image's own files, sparse, and a bitmap of what is in them.
 
-    DIR/images/<key>/head       JSON: format, chunk count, bytes; unknown or different = the directory is discarded
+    DIR/images/<key>/head       JSON: format, chunk count, bytes, files; unknown or different = all here is discarded.
+                                   Its modification time is when the image was used last
                         manifest   the snapshot's manifest, so that `cache verify` needs no store
-                        data       sparse; byte k of the image (its files one after another) is byte k here
+                        files/     checkpoint.img, pages_meta.img, pages.img: 0600, sparse, byte k of each where it is
+                                   in the image; nothing else is in here, so that the directory can be mounted
                         resident   one bit a chunk, set after the chunk was written
+                        sealed     the files are whole and verified (`sealing.py`); goes before any byte of them changes
                         lock       flocked by the process that owns the directory; its text says who that is
                         promised   bytes that its owner may write, so that all stay within the limit together
 
-Rules. One process owns an image's directory. Files are written by `pwrite` only (a store through a mapping into a full
-disk is SIGBUS) and never shortened; an image leaves by rename, then unlink. A set bit is a hint, not a promise: after a
-crash of the machine the data may not have reached the disk, so whoever reads a chunk for the first time in its life
-verifies it. Every call here may block or fail; callers run them in threads and go on without the cache.
+Chunks are numbered by the files one after another, so offsets here are in that concatenation; a chunk never spans two
+files, and no read or write here does. Rules. One process owns an image's directory. Files are written by `pwrite` only
+(a store through a mapping into a full disk is SIGBUS) and never shortened; an image leaves by rename, then unlink
+(`cache_directory.py`). A set bit is a hint, not a promise: after a crash of the machine the data may not have reached
+the disk, so whoever reads a chunk for the first time in its life verifies it. A chunk leaves bit first, bytes after.
+Every call here may block or fail; callers run them in threads and go on without the cache.
 """
 
+import ctypes
+import errno
 import fcntl
-import hashlib
 import json
 import os
 import shutil
 import stat
 import threading
 import time
-import uuid
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from bisect import bisect_right
+from collections.abc import Sequence
+from contextlib import suppress
+from itertools import accumulate
 from pathlib import Path
 
 from streamd.errors import Refused, StreamdError
 from streamd.serve.plan import Layout
-from streamd.snapshot.frames import Decoder
-from streamd.snapshot.manifest import Codec, decode, manifest_digest
+from streamd.snapshot.manifest import ImageFile
+from streamd.snapshot.names import IMAGE_FILES
 
-CACHE_FORMAT = 1
+CACHE_FORMAT = 2
+FILES = "files"
+SEALED = "sealed"
 _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
+# Unlinking a file of 100 GB takes a second or two; below the time after which a write counts as stalled.
+_FREEING_TIMEOUT_S = 5.0
+
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.fallocate64.argtypes = (ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64)
+_FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 
 class CacheUnusable(StreamdError):
     """The cache directory can't be used; the mount serves from memory instead."""
 
 
-@dataclass(frozen=True, slots=True)
-class CachedImage:
-    """One image in a cache directory: its name there, bytes on disk, last use (epoch seconds), owner if in use.
-
-    `promised_bytes` is what its owner may write in all.
-    """
-
-    key: str
-    disk_bytes: int
-    promised_bytes: int
-    used_s: float
-    owner: str | None
-
-
 class NodeCache:
     """One image's directory, owned by this process until `close`.
 
-    `cached` is the bitmap as found at the start. `write` may be called from one thread only, reads from any.
-    `room_bytes` is what the image may take up in all.
+    `has` tells the bitmap as found at the start, and as changed since. `write` and `confirm` may be called from one
+    thread only, reads from any. `room_bytes` is what the image may take up in all, `reserve_bytes` what its disk must
+    have free for more to be written.
     """
 
-    def __init__(self, path: Path, *, lock_fd: int, data_fd: int, resident_fd: int, cached: bytearray) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        lock_fd: int,
+        file_fds: Sequence[int],
+        sizes: Sequence[int],
+        resident_fd: int,
+        bits: bytearray,
+    ) -> None:
         self.path = path
         self.room_bytes = 0
+        self.reserve_bytes = 0
+        self.freeing: threading.Thread | None = None  # gives the disk back what left for this image
         self._lock_fd = lock_fd
-        self._data_fd = data_fd
+        self._file_fds = tuple(file_fds)
+        self._bases = list(accumulate(sizes[:-1], initial=0))  # each file's first byte in the image
         self._resident_fd = resident_fd
-        self._bits = cached
+        self._bits = bits
         self._bits_lock = threading.Lock()
+        self._unsynced: set[int] = set()  # descriptors; the writing thread's
 
     def has(self, chunk: int) -> bool:
         """Whether the chunk's bit is set."""
@@ -77,236 +92,202 @@ class NodeCache:
 
     def read_nowait(self, view: memoryview, offset: int) -> int:
         """Fill `view` from the page cache only; give the bytes read, 0 when a disk would have to be waited for."""
+        fd, at = self._locate(offset)
         try:
-            return os.preadv(self._data_fd, [view], offset, os.RWF_NOWAIT)
+            return os.preadv(fd, [view], at, os.RWF_NOWAIT)
         except (BlockingIOError, OSError):
             return 0
 
     def read(self, size: int, offset: int) -> bytearray:
-        """Read `size` bytes, waiting for the disk. Raises: OSError, also when the file is too short."""
+        """Read `size` bytes of one file, waiting for the disk. Raises: OSError, also when the file is too short."""
+        fd, at = self._locate(offset)
         data = bytearray(size)
         view = memoryview(data)
         done = 0
         while done < size:
-            got = os.preadv(self._data_fd, [view[done:]], offset + done)
+            got = os.preadv(fd, [view[done:]], at + done)
             if got == 0:
-                raise OSError(f"{self.path}/data ends at {offset + done}")
+                raise OSError(f"{self.path}: a file ends at byte {offset + done} of the image")
             done += got
         return data
 
     def write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         """Write a verified chunk; it counts once `confirm` has returned. Raises: OSError."""
+        self.unseal()
+        fd, at = self._locate(offset)
+        self._unsynced.add(fd)
         view = memoryview(data)
         done = 0
         while done < len(view):
-            done += os.pwrite(self._data_fd, view[done:], offset + done)
+            done += os.pwrite(fd, view[done:], at + done)
 
     def confirm(self, chunks: Sequence[int]) -> None:
         """Wait until what was written is on the disk, then set the bits of those chunks. Raises: OSError.
 
         The kernel reports a write-back that failed to the next sync of the descriptor, and only there (fsync(2)).
         """
-        os.fdatasync(self._data_fd)
-        for chunk in chunks:
-            self._set_bit(chunk, True)
+        for fd in self._unsynced:
+            os.fdatasync(fd)
+        self._unsynced.clear()
+        self._set_bits(chunks, True)
 
     def forget(self, chunk: int) -> None:
         """Clear a chunk's bit: what is in the file is not what it should be. Raises: OSError."""
-        self._set_bit(chunk, False)
+        try:
+            self._set_bits([chunk], False)
+        finally:
+            self.unseal()  # after the bit: whoever seals looks at the bits once more when the seal is in place
 
-    def _set_bit(self, chunk: int, value: bool) -> None:
+    def evict(self, chunk: int, offset: int, size: int) -> None:
+        """Clear a chunk's bit, then give its bytes back to the disk: they read as zeros from now on.
+
+        Only the writing thread may call it, and only for what nobody reads any more. Raises: OSError, also when the
+        file system can't punch holes, and ENOSPC for a file that was sealed once (0400): a sandbox may have it open
+        natively, without any lock, and would read the hole.
+        """
+        fd, at = self._locate(offset)
+        if not os.fstat(fd).st_mode & stat.S_IWUSR:
+            raise OSError(errno.ENOSPC, "no room, and nothing may leave: the files may be open in a sandbox")
+        self._set_bits([chunk], False)
+        self.unseal()
+        # fallocate(2); Python has only posix_fallocate(3). The last page of a file may be a part of one: it is zeroed.
+        if _libc.fallocate64(fd, _FALLOC_FL_PUNCH_HOLE | _FALLOC_FL_KEEP_SIZE, at, size):
+            number = ctypes.get_errno()
+            raise OSError(number, f"can't punch a hole: {os.strerror(number)}")
+
+    def check_reserve(self) -> None:
+        """Raise OSError (ENOSPC) when the disk has less than the reserve free, whoever filled it."""
+        if self._has_reserve():
+            return
+        if self.freeing is not None:
+            self.freeing.join(_FREEING_TIMEOUT_S)
+        if not self._has_reserve():
+            raise OSError(errno.ENOSPC, f"the disk has less than its reserve of {self.reserve_bytes} bytes free")
+
+    def _has_reserve(self) -> bool:
+        try:
+            info = os.fstatvfs(self._resident_fd)
+        except OSError:  # not every file system tells; a write will
+            return True
+        return not info.f_blocks or info.f_bavail * info.f_frsize >= self.reserve_bytes
+
+    def unseal(self) -> None:
+        """Let nobody mount the files as they are, from before the first of them changes. Raises: OSError."""
+        with suppress(FileNotFoundError):
+            os.unlink(self.path / SEALED)
+
+    def _locate(self, offset: int) -> tuple[int, int]:
+        """Say which file holds byte `offset` of the image (its descriptor), and where."""
+        index = bisect_right(self._bases, offset) - 1
+        return self._file_fds[index], offset - self._bases[index]
+
+    def _set_bits(self, chunks: Sequence[int], value: bool) -> None:
+        """Change the bits of some chunks, which are near each other, as a load's are: one write takes all of them."""
         with self._bits_lock:
-            index, mask = chunk >> 3, 1 << (chunk & 7)
-            byte = self._bits[index]
-            self._bits[index] = byte | mask if value else byte & ~mask
-            os.pwrite(self._resident_fd, self._bits[index : index + 1], index)
+            for chunk in chunks:
+                index, mask = chunk >> 3, 1 << (chunk & 7)
+                self._bits[index] = self._bits[index] | mask if value else self._bits[index] & ~mask
+            low, high = min(chunks) >> 3, (max(chunks) >> 3) + 1
+            os.pwrite(self._resident_fd, self._bits[low:high], low)
 
     def promise(self) -> None:
         """Write down `room_bytes`, for the mounts that count what is left of the limit. Raises: OSError."""
         (self.path / "promised").write_text(str(self.room_bytes))
 
+    def note_used(self) -> None:
+        """Count the image as used now. Raises: OSError."""
+        os.utime(self.path / "head")
+
+    @property
+    def first_pages_byte(self) -> int:
+        """First byte of pages.img in the image."""
+        return self._bases[-1]
+
     def close(self) -> None:
         """Let go of the directory; what is cached stays."""
-        for fd in (self._data_fd, self._resident_fd, self._lock_fd):
+        for fd in (*self._file_fds, self._resident_fd, self._lock_fd):
             with suppress(OSError):
                 os.close(fd)
 
 
-def open_cache(
-    directory: Path, manifest: bytes, layout: Layout, *, source: str, owner: str, max_bytes: int | None
-) -> NodeCache:
-    """Open, or begin, the directory of the image that `manifest` describes, and make room for it.
+def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: Layout, owner: str) -> NodeCache:
+    """Open, or begin, an image's directory as its one owner; `manifest` is the encoded one, `files` are its files.
 
-    `source` says where the bytes come from: images of different sources share nothing, since a chunk's checksum finds
-    accidents, not forgery, and whoever may read a snapshot could put a forged copy elsewhere under its manifest.
-    `owner` is what a second process is told. `max_bytes` bounds all images of the directory together (None: by
-    `default_max_bytes`): idle images leave, the least recently used first, until this one fits or none is left.
-
-    Raises: `Refused` when another process owns the image; `CacheUnusable` for everything else that is wrong.
+    Raises: `Refused` when another process owns it; `CacheUnusable`, `OSError`.
     """
-    key = hashlib.sha256(manifest_digest(manifest) + source.encode(errors="surrogateescape")).hexdigest()
-    wanted_bytes = sum(length for chunk, length in enumerate(layout.length) if not layout.is_zero(chunk))
+    path.mkdir(mode=0o700, exist_ok=True)
+    lock_fd = lock_image(path, owner)
+    fds = [lock_fd]
     try:
-        _checked_directory(directory)
-        with _locked(directory):
-            _sweep(directory)
-            cache = _open_image(directory / "images" / key, manifest, layout, owner)
-            try:
-                limit_bytes = default_max_bytes(directory) if max_bytes is None else max_bytes
-                wanted_bytes = min(wanted_bytes, limit_bytes)
-                others_bytes = _make_room(directory, keep=key, max_bytes=limit_bytes - wanted_bytes)
-                cache.room_bytes = max(0, min(wanted_bytes, limit_bytes - others_bytes))
-                cache.promise()
-            except BaseException:
-                cache.close()
-                raise
-    except OSError as error:
-        raise CacheUnusable(f"cache directory {directory}: {error}") from error
-    return cache
+        sizes = {file.name: file.size for file in files}
+        assert tuple(sizes) == IMAGE_FILES  # `decode` saw to it: they become paths here
+        head = {"format": CACHE_FORMAT, "chunks": len(layout), "bytes": layout.start[-1], "files": sizes}
+        if not _is_ours(path, head, manifest):
+            _begin(path, head, manifest)
+        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        (path / FILES).mkdir(mode=0o700, exist_ok=True)
+        directory_fd = os.open(path / FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        try:
+            for name, size in sizes.items():
+                fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+                fds.append(fd)
+                if os.fstat(fd).st_size != size:
+                    os.ftruncate(fd, size)
+        finally:
+            os.close(directory_fd)
+        resident_fd = os.open(path / "resident", flags, 0o600)
+        fds.append(resident_fd)
+        bitmap_bytes = (len(layout) + 7) // 8
+        os.posix_fallocate(resident_fd, 0, max(bitmap_bytes, 1))  # the disk may be full when its bits are to be set
+        bits = bytearray(os.pread(resident_fd, bitmap_bytes, 0))
+        bits.extend(bytes(bitmap_bytes - len(bits)))
+    except BaseException:
+        for fd in fds:
+            os.close(fd)
+        raise
+    return NodeCache(
+        path, lock_fd=lock_fd, file_fds=fds[1:-1], sizes=list(sizes.values()), resident_fd=resident_fd, bits=bits
+    )
 
 
-@contextmanager
-def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock: two mounts that begin at once must not be promised the same room."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+def is_current(path: Path) -> bool:
+    """Whether a directory was begun in this format, and whole. Raises: OSError (but a missing head is an answer)."""
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(fd)
+        head = json.loads((path / "head").read_bytes())
+    except (FileNotFoundError, ValueError, RecursionError):
+        return False
+    return isinstance(head, dict) and head.get("format") == CACHE_FORMAT
 
 
-def default_max_bytes(directory: Path) -> int:
-    """Half of the disk, at most what is free less a tenth of the disk. Raises: OSError."""
-    info = os.statvfs(directory)
-    total, free = info.f_blocks * info.f_frsize, info.f_bavail * info.f_frsize
-    own = sum(image.disk_bytes for image in _images(directory))
-    return max(0, min(total // 2, own + free - total // 10))
-
-
-def list_images(directory: Path) -> list[CachedImage]:
-    """Describe every image of a cache directory, least recently used first. Raises: `CacheUnusable`."""
+def _is_ours(path: Path, head: dict[str, object], manifest: bytes) -> bool:
     try:
-        return sorted(_images(directory), key=lambda image: image.used_s)
-    except OSError as error:
-        raise CacheUnusable(f"cache directory {directory}: {error}") from error
+        return bool(json.loads((path / "head").read_bytes()) == head and (path / "manifest").read_bytes() == manifest)
+    except (OSError, ValueError, RecursionError):
+        return False
 
 
-def clear_images(directory: Path, key: str | None = None) -> tuple[list[CachedImage], list[CachedImage]]:
-    """Remove one image, or all, that no process owns; give (removed, left because they are in use)."""
-    removed: list[CachedImage] = []
-    in_use: list[CachedImage] = []
-    for image in list_images(directory):
-        if key is not None and image.key != key:
-            continue
-        gone = image.owner is None and _remove_if_idle(directory / "images" / image.key)
-        (removed if gone else in_use).append(image)
-    return removed, in_use
-
-
-@dataclass(frozen=True, slots=True)
-class VerifiedImage:
-    """What `verify_images` found: chunks that are cached, and those of them that are not what they should be."""
-
-    key: str
-    cached_chunks: int
-    bad_chunks: tuple[int, ...]
-
-
-def verify_images(directory: Path, *, repair: bool = True) -> list[VerifiedImage]:
-    """Check every cached chunk of every image that no process owns; with `repair`, forget the bad ones.
-
-    An image whose own files can't be read any more is removed and reported with all its chunks bad.
-    Raises: `CacheUnusable`.
-    """
-    idle = (image for image in list_images(directory) if image.owner is None)
-    return [_verify_image(directory / "images" / image.key, repair=repair) for image in idle]
-
-
-def _verify_image(path: Path, *, repair: bool) -> VerifiedImage:
-    try:
-        manifest = (path / "manifest").read_bytes()
-        layout = Layout(decode(manifest).table)
-        cache = _open_image(path, manifest, layout, owner="cache verify")
-    except (OSError, StreamdError):
-        if repair:
-            _remove_if_idle(path)
-        return VerifiedImage(path.name, 0, (0,))
-    decoder = Decoder()
-    bad, cached = [], 0
-    try:
-        for chunk in range(len(layout)):
-            if layout.is_zero(chunk) or not cache.has(chunk):
-                continue
-            cached += 1
-            try:
-                data = cache.read(layout.length[chunk], layout.start[chunk])
-                decoder.decode(data, codec=Codec.RAW, length=len(data), digest=layout.digest(chunk))
-            except (OSError, StreamdError):
-                bad.append(chunk)
-                if repair:
-                    cache.forget(chunk)
-    finally:
-        cache.close()
-    return VerifiedImage(path.name, cached, tuple(bad))
-
-
-def _checked_directory(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = directory.stat(follow_symlinks=False)
-    if not stat.S_ISDIR(info.st_mode):
-        raise CacheUnusable(f"cache directory {directory} is not a directory")
-    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise CacheUnusable(f"cache directory {directory} must belong to this user and be writable by nobody else")
-    (directory / "images").mkdir(mode=0o700, exist_ok=True)
-
-
-def _sweep(directory: Path) -> None:
-    for entry in os.scandir(directory):
-        if entry.name.startswith("trash-"):
-            shutil.rmtree(entry.path, ignore_errors=True)
-
-
-def _images(directory: Path) -> Iterator[CachedImage]:
-    try:
-        entries = list(os.scandir(directory / "images"))
-    except FileNotFoundError:
-        return
-    for entry in entries:
+def _begin(path: Path, head: dict[str, object], manifest: bytes) -> None:
+    """Start an image's directory anew, under its lock; `head` comes last, so a half-made one is discarded."""
+    for entry in os.scandir(path):
         if entry.is_dir(follow_symlinks=False):
-            with suppress(FileNotFoundError):
-                yield _describe(Path(entry.path))
+            shutil.rmtree(entry.path)
+        elif entry.name != "lock":
+            os.unlink(entry.path)
+    for name, content in (("manifest", manifest), ("head", json.dumps(head).encode())):
+        fd = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            view = memoryview(content)
+            while view:
+                view = view[os.write(fd, view) :]
+        finally:
+            os.close(fd)
 
 
-def _describe(path: Path) -> CachedImage:
-    blocks = sum(entry.stat(follow_symlinks=False).st_blocks for entry in os.scandir(path))
-    used_s = max((entry.stat(follow_symlinks=False).st_mtime for entry in os.scandir(path)), default=0.0)
-    return CachedImage(path.name, 512 * blocks, _promised(path), used_s, _owner_of(path))
+def lock_image(path: Path, owner: str | None) -> int:
+    """Take an image's lock, and say in it who has it (`owner` None: for a moment only, by nobody worth naming).
 
-
-def _promised(path: Path) -> int:
-    try:
-        return int((path / "promised").read_text()[:20])
-    except (OSError, ValueError):
-        return 0
-
-
-def _owner_of(path: Path) -> str | None:
-    try:
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
-        return None
-    try:
-        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return os.pread(fd, 4096, 0).decode(errors="replace") or "another process"
-    finally:
-        os.close(fd)
-    return None
-
-
-def _lock(path: Path, owner: str | None) -> int:
-    """Take the image's lock, and say in it who has it (`owner` None: for a moment only, by nobody worth naming)."""
+    The lock lives as long as the descriptor that is given. Raises: `Refused`, `CacheUnusable`, `OSError`.
+    """
     fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     for attempt in range(_LOCK_TRIES):
         try:
@@ -337,79 +318,16 @@ def _is_at(fd: int, path: Path) -> bool:
         return False
 
 
-def _open_image(path: Path, manifest: bytes, layout: Layout, owner: str) -> NodeCache:
-    path.mkdir(mode=0o700, exist_ok=True)
-    lock_fd = _lock(path, owner)
-    fds = [lock_fd]
+def owner_of(path: Path) -> str | None:
+    """Say who owns an image's directory, None for nobody. Raises: `OSError`."""
     try:
-        head = {"format": CACHE_FORMAT, "chunks": len(layout), "bytes": layout.start[-1]}
-        if not _is_ours(path, head, manifest):
-            _begin(path, head, manifest)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        fds.append(os.open(path / "data", flags, 0o600))
-        fds.append(os.open(path / "resident", flags, 0o600))
-        bitmap_bytes = (len(layout) + 7) // 8
-        os.posix_fallocate(fds[2], 0, max(bitmap_bytes, 1))  # the disk may be full when its bits are to be set
-        bits = bytearray(os.pread(fds[2], bitmap_bytes, 0))
-        bits.extend(bytes(bitmap_bytes - len(bits)))
-        if os.fstat(fds[1]).st_size != layout.start[-1]:
-            os.ftruncate(fds[1], layout.start[-1])
-        os.utime(lock_fd)
-    except BaseException:
-        for fd in fds:
-            os.close(fd)
-        raise
-    return NodeCache(path, lock_fd=lock_fd, data_fd=fds[1], resident_fd=fds[2], cached=bits)
-
-
-def _is_ours(path: Path, head: dict[str, int], manifest: bytes) -> bool:
+        fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except FileNotFoundError:
+        return None
     try:
-        return bool(json.loads((path / "head").read_bytes()) == head and (path / "manifest").read_bytes() == manifest)
-    except (OSError, ValueError, RecursionError):
-        return False
-
-
-def _begin(path: Path, head: dict[str, int], manifest: bytes) -> None:
-    """Start an image's directory anew, under its lock; `head` comes last, so a half-made one is discarded."""
-    for name in ("head", "manifest", "data", "resident"):
-        with suppress(FileNotFoundError):
-            (path / name).unlink()
-    for name, content in (("manifest", manifest), ("head", json.dumps(head).encode())):
-        fd = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)
-
-
-def _make_room(directory: Path, *, keep: str, max_bytes: int) -> int:
-    """Remove idle images until the others claim at most `max_bytes`, if that can be; give what they claim then.
-
-    An image in use claims what it was promised, an idle one what it has.
-    """
-    others = sorted((i for i in _images(directory) if i.key != keep), key=lambda image: image.used_s)
-    claims = {i.key: i.disk_bytes if i.owner is None else max(i.disk_bytes, i.promised_bytes) for i in others}
-    total = sum(claims.values())
-    for image in others:
-        if total <= max(0, max_bytes):
-            break
-        if image.owner is None and _remove_if_idle(directory / "images" / image.key):
-            total -= claims[image.key]
-    return total
-
-
-def _remove_if_idle(path: Path) -> bool:
-    """Take an image out of the cache unless a process owns it: rename first, so nobody sees a half of it."""
-    try:
-        fd = _lock(path, None)
-    except (Refused, CacheUnusable, OSError):
-        return False
-    try:
-        trash = path.parent.parent / f"trash-{uuid.uuid4().hex}"
-        path.rename(trash)
-        shutil.rmtree(trash, ignore_errors=True)
+        fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return os.pread(fd, 4096, 0).decode(errors="replace") or "another process"
     finally:
         os.close(fd)
-    return True
+    return None

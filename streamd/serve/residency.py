@@ -5,24 +5,31 @@ is in the file; without one, or when the disk falls behind, it stays held until 
 leave first, the longest unread first. A chunk that the file has from a former life is *cached*: it has to be verified
 first.
 
+For an image that is larger than its room in the cache, the file keeps what came first, which is what the next mount
+needs first. Only when memory gets short is it a *window*: what was read longest ago leaves it for what waits unread.
+A chunk leaves in this order: its place becomes absent here, then its bit is cleared and its bytes go, in the writer's
+thread. So nothing can be read from a hole: what this thread reads, it reads in the step in which it looked; and chunks
+that another thread reads are counted (`_reading`) from that look on, and stay.
+
 All changes are synchronous, so whoever finds a chunk here may use it until its next `await`, and has to look again
 after. The cache never hurts: its errors end its use and cost a fetch, and nothing here waits for its disk.
 """
 
 import errno
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from enum import IntEnum
 
 import structlog
 import trio
 
+from streamd.serve.cache_policy import ReadChunks
+from streamd.serve.held import Held
 from streamd.serve.memory import Accountant
 from streamd.serve.node_cache import NodeCache
 from streamd.serve.plan import Layout
 from streamd.serve.stats import ServeStats
-from streamd.serve.write_behind import QUEUE_BYTES_MAX, WriteBehind
+from streamd.serve.write_behind import QUEUE_BYTES_MAX, Leaving, WriteBehind
 from streamd.store.port import Buffer
 
 log = structlog.get_logger()
@@ -31,6 +38,10 @@ log = structlog.get_logger()
 CACHE_TIMEOUT_S = 2.0
 # A write may wait for others' write-back; it blocks nobody until the queue is full.
 WRITE_STALL_S = 10.0
+
+
+# The disk, or a limit on it, is full; the file system can't punch holes. What is in the file is as good as before.
+_NO_MORE_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EOPNOTSUPP)
 
 
 class Place(IntEnum):
@@ -43,7 +54,7 @@ class Place(IntEnum):
 
 
 class Residency:
-    """The places of one image's chunks. `on_room` is called whenever held bytes were given back."""
+    """The places of one image's chunks. `on_room` is called when held bytes were given back, or could be."""
 
     def __init__(
         self,
@@ -61,15 +72,27 @@ class Residency:
         self._cache = cache
         self._cache_room_bytes = 0 if cache is None else cache.room_bytes
         self._places = bytearray(len(layout))
+        wanted_bytes = 0
         for chunk in range(len(layout)):
             if layout.is_zero(chunk):
                 self._places[chunk] = Place.ZERO
-            elif cache is not None and cache.has(chunk):
+                continue
+            wanted_bytes += layout.length[chunk]
+            if cache is not None and cache.has(chunk):
                 self._places[chunk] = Place.CACHED
                 self._cache_room_bytes -= layout.length[chunk]
+        # Of what the file has, what was read; None if everything fits. Never the small files: every mount needs them.
+        self._leavable: ReadChunks | None = None
+        if cache is not None and cache.room_bytes < wanted_bytes:
+            self._leavable = ReadChunks()
+            self._first_leavable = layout.chunks(cache.first_pages_byte, cache.first_pages_byte + 1)[0]
+        self.evicted_chunks = 0
         self._writing: dict[int, Buffer] = {}
-        self._unread: OrderedDict[int, Buffer] = OrderedDict()
-        self._read: OrderedDict[int, Buffer] = OrderedDict()
+        self._read_while_writing: set[int] = set()
+        self._reading: dict[int, int] = {}  # by threads: how many times each
+        self._held = Held()
+        # Half of what prefetch may hold: enough in memory to go on while the disk takes the rest.
+        self._spill_bytes = (accountant.cap_bytes - accountant.reserve_bytes) // 2
         self._writer: WriteBehind | None = None
         self._disk_limiter = trio.CapacityLimiter(16)
 
@@ -88,12 +111,13 @@ class Residency:
     async def finish(self, timeout_s: float) -> None:
         """Write what is queued, within `timeout_s`, and let go of the cache."""
         cache, writer = self._cache, self._writer
-        if cache is None or writer is None:
+        if cache is None:
             return
         with trio.move_on_after(timeout_s + 1) as scope:
             scope.shield = True
-            await trio.to_thread.run_sync(writer.finish, timeout_s, abandon_on_cancel=True)
-            await trio.to_thread.run_sync(cache.close, abandon_on_cancel=True)
+            if writer is not None:
+                await trio.to_thread.run_sync(writer.finish, timeout_s, abandon_on_cancel=True)
+            await trio.to_thread.run_sync(_let_go, cache, abandon_on_cancel=True)
 
     @property
     def is_caching(self) -> bool:
@@ -103,7 +127,12 @@ class Residency:
     @property
     def is_behind(self) -> bool:
         """Whether the disk has enough to do: what nobody waits for should not be fetched faster than it is written."""
-        return self._writer is not None and self._writer.pending_bytes > QUEUE_BYTES_MAX // 2
+        return self.writing_bytes > QUEUE_BYTES_MAX // 2
+
+    @property
+    def writing_bytes(self) -> int:
+        """Bytes that the disk was given and has not confirmed yet."""
+        return 0 if self._writer is None else self._writer.pending_bytes
 
     @property
     def cached_chunks(self) -> int:
@@ -133,24 +162,20 @@ class Residency:
     def held(self, chunk: int) -> Buffer | None:
         """Give a chunk's bytes if they are in memory."""
         data = self._writing.get(chunk)
-        if data is None:
-            data = self._unread.get(chunk)
-        if data is None:
-            data = self._read.get(chunk)
-        return data
+        return self._held.get(chunk) if data is None else data
 
     def touched(self, chunk: int) -> None:
         """Note that a held chunk was read, so that it may leave before others."""
-        data = self._unread.pop(chunk, None)
-        if data is not None:
-            self._read[chunk] = data
-        elif chunk in self._read:
-            self._read.move_to_end(chunk)
+        if self._held.touched(chunk):
+            self._note_movable()
+        elif chunk in self._writing and self._leavable is not None:
+            self._read_while_writing.add(chunk)
 
     def keep(self, chunk: int, data: Buffer) -> None:
         """Take a verified chunk whose bytes the accountant has counted already."""
+        self._spill()
         if not self._write(chunk, data):
-            self._unread[chunk] = data
+            self._held.unread.put(chunk, data)
 
     def _write(self, chunk: int, data: Buffer) -> bool:
         """Queue a chunk for the cache file, if there is one with room for it and the disk keeps up."""
@@ -165,18 +190,67 @@ class Residency:
 
     def _write_more(self) -> None:
         """Queue held chunks that found the queue full, now that it has room."""
-        for pool in (self._unread, self._read):
+        for pool in (self._held.unread, self._held.read):
             while pool:
-                chunk = next(iter(pool))
-                if not self._write(chunk, pool[chunk]):
+                chunk, data = pool.first()
+                if not self._write(chunk, data):
                     return
-                del pool[chunk]
+                pool.pop(chunk)
+                if pool is self._held.read and self._leavable is not None:
+                    self._read_while_writing.add(chunk)
+
+    def _spill(self) -> None:
+        """Write what waits unread in memory in the place of what was read, if memory gets short: furthest ahead first.
+
+        Never in a step in which somebody reads. Before a chunk comes, not after: only then is it known whether the last
+        one was read.
+        """
+        unread = self._held.unread
+        while self._leavable is not None and unread.size > self._spill_bytes:
+            chunk, data = unread.last()
+            if self._writer is None or not self._writer.has_room(len(data)):
+                return
+            if not self._evict(len(data) - self._cache_room_bytes) or not self._write(chunk, data):
+                return
+            unread.pop(chunk)
+
+    def _evict(self, size: int) -> bool:
+        """Make room for `size` more bytes in the file: let chunks go that were read; False when there are too few."""
+        assert self._leavable is not None
+        assert self._writer is not None
+        if size <= 0:
+            return True
+        chunks = self._leavable.take(size, length=self._layout.length, busy=self._reading)
+        for chunk in chunks:
+            self._places[chunk] = Place.ABSENT
+            self._cache_room_bytes += self._layout.length[chunk]
+        self._writer.evict([Leaving(c, self._layout.start[c], self._layout.length[c]) for c in chunks])
+        self.evicted_chunks += len(chunks)
+        return bool(chunks)
+
+    def _note_read(self, chunks: Iterable[int]) -> None:
+        """Count chunks that the file has as read: they may leave it, the small files' apart."""
+        if self._leavable is None:
+            return
+        for chunk in chunks:
+            if chunk >= self._first_leavable and self._places[chunk] == Place.RESIDENT:
+                self._leavable.note(chunk)
+        self._note_movable()
+
+    def _note_movable(self) -> None:
+        """Let the scheduler look for room if it may lack some: what was read can be given up.
+
+        Nothing is given up here: whoever reads may have looked at the places of other chunks in this very step.
+        """
+        if self._accountant.held_bytes > self._spill_bytes:
+            self._on_room()
 
     def verified(self, chunk: int) -> None:
         """Note that a cached chunk turned out right."""
         if self._places[chunk] == Place.CACHED:
             self._stats.cache_hits_verified += 1
             self._places[chunk] = Place.RESIDENT
+            self._note_read((chunk,))
 
     def corrupt(self, chunk: int) -> None:
         """Note that a cached chunk is not what it should be; it will be fetched and written again."""
@@ -187,22 +261,21 @@ class Residency:
             log.warning("cached chunk is damaged, fetching it again", chunk=chunk)
 
     def shed(self, size: int, *, unread_too: bool) -> None:
-        """Give back at least `size` held bytes, as far as that is possible.
-
-        What was read leaves first, the oldest before others; then what wasn't, the latest first: it was fetched
-        furthest ahead, and the stream comes from below.
-        """
-        pools = (self._read, self._unread) if unread_too else (self._read,)
-        for pool in pools:
-            while size > 0 and pool:
-                _, data = pool.popitem(last=pool is self._unread)
-                self._stats.cache_dropped_chunks += self._cache is not None
-                size -= len(data)
-                self._accountant.give(len(data))
+        """Give back at least `size` held bytes, as far as that is possible: what was read first (`held.py`)."""
+        for given in self._held.shed(size, unread_too=unread_too):
+            self._stats.cache_dropped_chunks += self._cache is not None
+            self._accountant.give(given)
+        self._spill()
 
     def read_nowait(self, view: memoryview, offset: int) -> bool:
         """Fill `view` from the cache file if that needs no disk; `offset` is in the image."""
-        return self._cache is not None and self._cache.read_nowait(view, offset) == len(view)
+        if self._cache is None or self._cache.read_nowait(view, offset) != len(view):
+            return False
+        if self._leavable is not None:
+            # One that was read in part only, before its end, is not done with: the next read begins there.
+            end = offset + len(view)
+            self._note_read(c for c in self._layout.chunks(offset, end) if self._layout.start[c + 1] <= end)
+        return True
 
     async def read_slow(self, chunks: list[int]) -> dict[int, Buffer]:
         """Read resident chunks from the disk. When it fails or hangs, caching is over and the result is what it got."""
@@ -210,7 +283,7 @@ class Residency:
         cache = self._cache
         if cache is None:
             return found
-        with trio.move_on_after(CACHE_TIMEOUT_S) as scope:
+        with self._counted(chunks), trio.move_on_after(CACHE_TIMEOUT_S) as scope:
             for chunk in chunks:
                 size, offset = self._layout.length[chunk], self._layout.start[chunk]
                 try:
@@ -220,9 +293,23 @@ class Residency:
                 except OSError as error:
                     self.lose_cache(str(error))
                     return found
+            self._note_read(chunks)
         if scope.cancelled_caught:
             self.lose_cache(f"a read took longer than {CACHE_TIMEOUT_S} s")
         return found
+
+    @contextmanager
+    def _counted(self, chunks: Sequence[int]) -> Iterator[None]:
+        """Keep chunks in the file while threads read them. (One that is abandoned may read a hole; nobody looks.)"""
+        for chunk in chunks:
+            self._reading[chunk] = self._reading.get(chunk, 0) + 1
+        try:
+            yield
+        finally:
+            for chunk in chunks:
+                self._reading[chunk] -= 1
+                if not self._reading[chunk]:
+                    del self._reading[chunk]
 
     def check_writer(self) -> None:
         """Give up a cache whose disk hangs."""
@@ -242,8 +329,10 @@ class Residency:
         self._writer = None
         self._stats.cache_failure = reason
         log.warning("caching ended", reason=reason)
-        self._unread.update(self._writing)
+        for chunk, data in self._writing.items():
+            self._held.unread.put(chunk, data)
         self._writing.clear()
+        self._read_while_writing.clear()
         self._on_room()
 
     def lose_cache(self, reason: str) -> None:
@@ -267,12 +356,22 @@ class Residency:
                 self._places[chunk] = Place.RESIDENT
                 self._stats.cache_written_bytes += len(data)
                 self._accountant.give(len(data))
+                if chunk in self._read_while_writing:
+                    self._note_read((chunk,))
             else:
-                self._unread[chunk] = data
+                self._held.unread.put(chunk, data)
+            self._read_while_writing.discard(chunk)
         if error is None:
             self._write_more()
+            self._spill()
             self._on_room()
-        elif error.errno in (errno.ENOSPC, errno.EDQUOT):  # what was confirmed before stays
+        elif error.errno in _NO_MORE_ROOM:  # what was confirmed before stays
             self.stop_writing(str(error))
         else:
             self.lose_cache(str(error))
+
+
+def _let_go(cache: NodeCache) -> None:
+    with suppress(OSError):
+        cache.note_used()
+    cache.close()

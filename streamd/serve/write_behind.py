@@ -3,7 +3,10 @@
 A chunk is offered after its readers were woken, and counts as cached only once the disk has confirmed it: what the
 kernel has only taken can still be lost when its write-back fails (a full thin volume, a faulty disk), and is then read
 as zeros, silently. So chunks are written, synced a few megabytes at a time, and then reported. The queue is bounded in
-bytes; what doesn't fit is refused. The first error ends writing for good, and readers never hear of it.
+bytes; what doesn't fit is refused. The first error ends writing for good, and readers never hear of it. So does a disk
+that others fill up to the cache's reserve.
+
+Chunks that leave the file pass through the same queue: whatever is written into their room comes after them.
 """
 
 import queue
@@ -29,16 +32,25 @@ class _Item(NamedTuple):
     offset: int
 
 
+class Leaving(NamedTuple):
+    """A chunk that leaves the file: its first byte in the image, and how many it has."""
+
+    chunk: int
+    offset: int
+    size: int
+
+
 class WriteBehind:
     """Writes chunks in the order offered. `offer`, `settled` and `pending_bytes` belong to one (the Trio) thread.
 
-    `written(chunks, error)` is called from the writer's thread: `error` None when they are on the disk.
+    `written(chunks, error)` is called from the writer's thread: `error` None when they are on the disk. An error ends
+    the thread; the chunks may be none then.
     """
 
     def __init__(self, cache: NodeCache, written: Callable[[Sequence[int], OSError | None], None]) -> None:
         self._cache = cache
         self._written = written
-        self._queue: queue.SimpleQueue[_Item | None] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[_Item | Leaving | None] = queue.SimpleQueue()
         self._busy_since_s: float | None = None
         self.pending_bytes = 0
         self._stop = False
@@ -47,11 +59,20 @@ class WriteBehind:
 
     def offer(self, chunk: int, data: Buffer, offset: int) -> bool:
         """Queue a chunk for writing; False when the queue is full. `settled` must follow each `written`."""
-        if self.pending_bytes + len(data) > QUEUE_BYTES_MAX:
+        if not self.has_room(len(data)):
             return False
         self.pending_bytes += len(data)
         self._queue.put(_Item(chunk, data, offset))
         return True
+
+    def has_room(self, size: int) -> bool:
+        """Whether a chunk of that size would be taken now."""
+        return self.pending_bytes + size <= QUEUE_BYTES_MAX
+
+    def evict(self, leaving: Sequence[Leaving]) -> None:
+        """Queue chunks that nobody reads from the file any more; what is offered after them may use their room."""
+        for chunk in leaving:
+            self._queue.put(chunk)
 
     def settled(self, size: int) -> None:
         """Note that a chunk of that size left the queue."""
@@ -83,8 +104,13 @@ class WriteBehind:
             except queue.Empty:
                 item, is_last = None, False
             failure = None
-            if item is not None:
-                failure = self._attempt(self._cache.write, item.data, item.offset)
+            if isinstance(item, Leaving):
+                failure = self._attempt(self._cache.evict, item.chunk, item.offset, item.size)
+            elif item is not None:
+                if not batch:
+                    failure = self._attempt(self._cache.check_reserve)
+                if failure is None:
+                    failure = self._attempt(self._cache.write, item.data, item.offset)
                 if failure is None:
                     batch.append(item.chunk)
                     batch_bytes += len(item.data)
@@ -95,7 +121,7 @@ class WriteBehind:
                 batch, batch_bytes = [], 0
                 failure = unconfirmed or failure
             if failure is not None:
-                self._written([] if item is None else [item.chunk], failure)
+                self._written([item.chunk] if isinstance(item, _Item) else [], failure)
             if failure is not None or is_last:
                 return
 

@@ -34,12 +34,12 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
     path = tmp_path / "streamd.toml"
     path.write_text(
         'log_level = "debug"\nrun_directory = "/r"\nlog_directory = "/l"\nmemory_max_bytes = "1GiB"\n'
-        '[cache]\ndirectory = "/c"\nmax_bytes = "10GB"\n'
+        '[cache]\ndirectory = "/c"\nmax_bytes = "10GB"\nreserve_bytes = 4096\nrecent_s = "2h"\n'
         '[fetch]\nbackground_gets = 1\nget_bytes = "1MiB"\nfault_gets = 2\n'
         '[policy]\nevent_after_s = 1\ncredentials_wait_s = "2m"\nhold_s = 0.5\numount_wait_s = "250ms"\n'
     )
     assert load(path) == Config(
-        cache=CacheConfig(Path("/c"), 10**10),
+        cache=CacheConfig(Path("/c"), 10**10, 4096, 7200.0),
         fetch=FetchConfig(1, 1 << 20, 2),
         policy=PolicyConfig(1.0, 120.0, 0.5, 0.25),
         memory_max_bytes=1 << 30,
@@ -57,7 +57,7 @@ def test_the_example_in_the_documentation_is_right() -> None:
     assert config.__doc__
     example = "\n".join(line[4:] for line in config.__doc__.splitlines() if line.startswith("    "))
     document = tomllib.loads(example)
-    assert document["cache"].pop("max_bytes") == "50%"
+    assert [document["cache"].pop(key) for key in ("max_bytes", "reserve_bytes")] == ["50%", "10%"]  # of this disk
     assert read(document) == Config()
 
 
@@ -89,6 +89,8 @@ BAD = {
     "too little memory": ({"memory_max_bytes": "1MiB"}, "memory_max_bytes: must be from"),
     "share of what is no disk": ({"memory_max_bytes": "50%"}, "memory_max_bytes: '50%' is not a size"),
     "more than all": ({"cache": {"max_bytes": "101%"}}, "cache.max_bytes: '101%' is not a size or a share"),
+    "negative reserve": ({"cache": {"reserve_bytes": -1}}, "cache.reserve_bytes: must be from 0"),
+    "negative age": ({"cache": {"recent_s": -3600}}, "cache.recent_s: must be from 0"),
     "truth value as a number": ({"fetch": {"fault_gets": True}}, "fetch.fault_gets: must be a number from 1"),
     "truth value as a size": ({"fetch": {"get_bytes": True}}, "fetch.get_bytes: must be a size"),
     "none at once": ({"fetch": {"background_gets": 0}}, "fetch.background_gets: must be a number from 1"),

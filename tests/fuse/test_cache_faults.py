@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from tests.fuse.conftest import Saved
 
 MIB = 1 << 20
+_PAGES = "files/pages.img"  # in an image's directory
 
 
 def stored_chunks(status: dict[str, Any]) -> int:
@@ -97,11 +98,11 @@ def test_an_unusable_cache_is_said_and_done_without(
 
 
 def _a_chunk(saved: "Saved") -> tuple[int, int, int]:
-    """Give a chunk of pages.img that is not zero, its first byte in the image, and the bytes of its frame."""
+    """Give a chunk of pages.img that is not zero, its first byte in that file, and the bytes of its frame."""
     manifest = saved.pinned().manifest
-    table = manifest.table
-    chunk = next(c for c in range(manifest.files[-1].first_chunk + 100, len(table)) if table.codec[c] != Codec.ZERO)
-    return chunk, int(table.start[chunk]), int(table.frame_bytes[chunk])
+    table, first = manifest.table, manifest.files[-1].first_chunk
+    chunk = next(c for c in range(first + 100, len(table)) if table.codec[c] != Codec.ZERO)
+    return chunk, int(table.start[chunk] - table.start[first]), int(table.frame_bytes[chunk])
 
 
 def test_a_flipped_bit_in_a_cached_chunk_costs_one_fetch_of_it(
@@ -109,7 +110,7 @@ def test_a_flipped_bit_in_a_cached_chunk_costs_one_fetch_of_it(
 ) -> None:
     fill(mounts, saved)
     _, start, frame_bytes = _a_chunk(saved)
-    flip(cached_image(mounts) / "data", start + 5000)
+    flip(cached_image(mounts) / _PAGES, start + 5000)
     with mounts.start(saved.url) as mount:
         assert saved.is_whole(mount.reader(saved.pages).outcome())
         status = mount.until(lambda status: status["cached_chunks"] == stored_chunks(status))
@@ -126,7 +127,7 @@ def test_a_flipped_bit_in_a_cached_chunk_costs_one_fetch_of_it(
 def _bit_of_an_absent_chunk(path: Path, saved: "Saved") -> None:
     """Punch a chunk out of the data, as a machine that crashed before the data was written would have it."""
     _, start, _ = _a_chunk(saved)
-    with (path / "data").open("r+b") as file:
+    with (path / _PAGES).open("r+b") as file:
         file.seek(start)
         file.write(bytes(64 << 10))
 
@@ -144,8 +145,8 @@ def _other_format(path: Path, _: "Saved") -> None:
 
 
 def _link(path: Path, _: "Saved") -> None:
-    (path / "data").rename(path / "elsewhere")
-    (path / "data").symlink_to("elsewhere")
+    (path / _PAGES).rename(path / "files/elsewhere")
+    (path / _PAGES).symlink_to("elsewhere")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path, "Saved"], object], str]] = {
@@ -155,9 +156,10 @@ DAMAGE: dict[str, tuple[Callable[[Path, "Saved"], object], str]] = {
     "a flipped bit in the manifest": (lambda path, _: flip(path / "manifest", 100), "all"),
     "a head of another format": (_other_format, "all"),
     "a bitmap cut to nothing": (lambda path, _: (path / "resident").write_bytes(b""), "all"),
-    "a data file cut in half": (lambda path, _: os.truncate(path / "data", 20 * MIB), "some"),
-    "a data file that is missing": (lambda path, _: (path / "data").unlink(), "all"),
-    "a data file that is a link": (_link, "all"),
+    "a file cut in half": (lambda path, _: os.truncate(path / _PAGES, 20 * MIB), "some"),
+    "a file that is missing": (lambda path, _: (path / _PAGES).unlink(), "some"),
+    "files that are missing": (lambda path, _: shutil.rmtree(path / "files"), "all"),
+    "a file that is a link": (_link, "all"),
 }
 
 
@@ -198,8 +200,11 @@ def filled(saved: "Saved", tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_full_cache_disk_ends_caching_and_nothing_else(
     mounts: Mounts, saved: "Saved", calm: Callable[[LiveMount], None]
 ) -> None:
-    _tmpfs(mounts, "size=4m")
-    with mounts.start(saved.url, prefetch="all", options=["--cache-max", "1GiB"]) as mount:
+    _tmpfs(mounts, "size=64m")
+    with mounts.start(saved.url, prefetch="none", options=["--cache-max", "1GiB"]) as mount:
+        # More than its reserve is free, so that it begins to write, and less than what is synced at once.
+        free = os.statvfs(mounts.cache_directory)
+        (mounts.cache_directory / "of others").write_bytes(bytes(free.f_bavail * free.f_frsize - 8 * MIB))
         assert saved.is_whole(mount.reader(saved.pages).outcome())
         status = mount.until(lambda status: not status["is_caching"])
         assert "No space" in status["cache_failure"]
@@ -210,7 +215,7 @@ def test_a_full_cache_disk_ends_caching_and_nothing_else(
 
 
 def _truncate(path: Path) -> None:
-    os.truncate(path / "data", MIB)
+    os.truncate(path / _PAGES, MIB)
 
 
 @pytest.mark.parametrize("harm", [shutil.rmtree, _truncate], ids=["removed", "cut"])

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -17,12 +18,21 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bench.faults import FaultyStore
-from streamd.errors import Refused
+from streamd.errors import NotFound, Refused
 from streamd.serve import node_cache
+from streamd.serve.cache_directory import (
+    clear_images,
+    list_images,
+    open_cache,
+    pin_image,
+    unpin_image,
+    verify_images,
+)
 from streamd.serve.handles import Opener
 from streamd.serve.image import ServedImage
-from streamd.serve.node_cache import CacheUnusable, NodeCache, clear_images, list_images, open_cache, verify_images
+from streamd.serve.node_cache import CacheUnusable, NodeCache
 from streamd.serve.plan import Layout
+from streamd.snapshot.names import IMAGE_FILES
 
 MIB = 1 << 20
 
@@ -40,6 +50,12 @@ def layout(saved: Any) -> Layout:
 
 def stored_bytes(layout: Layout) -> int:
     return sum(layout.length[chunk] for chunk in range(len(layout)) if not layout.is_zero(chunk))
+
+
+def pages_base(saved: Any, layout: Layout) -> int:
+    """First byte of pages.img in the image."""
+    first: int = saved.pinned.manifest.files[-1].first_chunk
+    return layout.start[first]
 
 
 def chunk_bytes(layout: Layout, chunk: int) -> bytes:
@@ -62,7 +78,7 @@ def test_chunks_survive_a_process_that_was_killed(manifest: bytes, layout: Layou
         f"""
         import os, signal
         from pathlib import Path
-        from streamd.serve.node_cache import open_cache
+        from streamd.serve.cache_directory import open_cache
         from streamd.serve.plan import Layout
         from streamd.snapshot.manifest import decode
         manifest = Path({str(tmp_path / "manifest")!r}).read_bytes()
@@ -119,7 +135,7 @@ def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_
     victim.write_text("precious")
     cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
     cache.close()
-    for name in ("data", "resident", "lock"):
+    for name in ("files/pages.img", "resident", "lock"):
         (cache.path / name).unlink()
         (cache.path / name).symlink_to(victim)
         with pytest.raises(CacheUnusable):
@@ -128,27 +144,186 @@ def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_
     assert victim.read_text() == "precious"
 
 
+def plant(
+    directory: Path, key: str, *, size: int = MIB, used_s: float = 1.0, form: int = node_cache.CACHE_FORMAT
+) -> Path:
+    """Put an idle image into a cache directory, used a long time ago."""
+    path = directory / "images" / key
+    (path / "files").mkdir(mode=0o700, parents=True)
+    (path / "files/pages.img").write_bytes(bytes([1]) * size)
+    (path / "lock").touch()
+    (path / "head").write_text(json.dumps({"format": form}))
+    os.utime(path / "head", (used_s, used_s))
+    return path
+
+
+def keys(directory: Path) -> set[str]:
+    """Names of the images that a cache directory has."""
+    return {image.key for image in list_images(directory)}
+
+
+def freed(cache: NodeCache) -> None:
+    """Wait for the thread that frees what left."""
+    assert cache.freeing is not None
+    cache.freeing.join(60)
+    assert not cache.freeing.is_alive()
+
+
 def test_idle_images_leave_for_a_new_one_and_used_ones_stay(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
-    images = tmp_path / "c" / "images"
-    open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None).close()
-    for index, name in enumerate(["old", "new"]):
-        (images / name).mkdir()
-        (images / name / "data").write_bytes(bytes([1]) * MIB)
-        (images / name / "lock").touch()
-        for file in ("data", "lock"):
-            os.utime(images / name / file, (index + 1, index + 1))
-    cache = open_cache(
-        tmp_path / "c", manifest, layout, source="s", owner="b", max_bytes=stored_bytes(layout) + MIB + MIB // 2
-    )
-    assert {image.key for image in list_images(tmp_path / "c")} == {"new", cache.path.name}
-    removed, in_use = clear_images(tmp_path / "c")
+    place = tmp_path / "c"
+    place.mkdir(mode=0o700)
+    plant(place, "old", used_s=1)
+    plant(place, "new", used_s=2)
+    limit = stored_bytes(layout) + MIB + MIB // 2
+    cache = open_cache(place, manifest, layout, source="s", owner="b", max_bytes=limit)
+    assert keys(place) == {"new", cache.path.name}
+    assert cache.room_bytes == stored_bytes(layout)
+    removed, in_use = clear_images(place)
     assert [image.key for image in removed] == ["new"]
     assert [image.key for image in in_use] == [cache.path.name]
     assert in_use[0].owner == "b"
     cache.close()
-    clear_images(tmp_path / "c")
-    assert list_images(tmp_path / "c") == []
-    assert sorted(p.name for p in (tmp_path / "c").iterdir()) == ["images"]
+    clear_images(place)
+    assert list_images(place) == []
+    assert sorted(p.name for p in place.iterdir()) == ["images"]
+
+
+def test_what_dead_processes_left_goes_and_their_chunks_stay(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    place.mkdir(mode=0o700)
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None)
+    freed(cache)
+    plant(place, "of another version", form=node_cache.CACHE_FORMAT + 1)
+    half_made = plant(place, "half made")
+    (half_made / "head").unlink()
+    (place / "images" / "just begun").mkdir()
+    plant(place, "good")
+    shutil.copytree(half_made, place / "trash-1")
+    other = open_cache(place, manifest, layout, source="t", owner="b", max_bytes=None)
+    freed(other)
+    assert keys(place) == {"good", cache.path.name, other.path.name}
+    assert sorted(entry.name for entry in place.iterdir()) == ["images"]
+    cache.close()
+    other.close()
+
+
+def test_a_pinned_image_stays_until_it_is_unpinned(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    place, key = tmp_path / "c", "ab" * 32
+    place.mkdir(mode=0o700)
+    with pytest.raises(NotFound):
+        pin_image(place, key)
+    plant(place, key)
+    pin_image(place, key)
+    limit = stored_bytes(layout)
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=limit)
+    assert keys(place) == {key, cache.path.name}
+    assert 0 < cache.room_bytes < limit
+    cache.close()
+    removed, left = clear_images(place)
+    assert [image.key for image in removed] == [cache.path.name]
+    assert [(image.key, image.is_pinned) for image in left] == [(key, True)]
+    unpin_image(place, key)
+    with pytest.raises(NotFound):
+        unpin_image(place, key)
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=limit)
+    assert keys(place) == {cache.path.name}
+    cache.close()
+
+
+@pytest.mark.parametrize("key", ["../images", "", "a/b", "\0", "ab" * 31])
+def test_a_name_that_is_no_key_pins_nothing(tmp_path: Path, key: str) -> None:
+    (tmp_path / "images" / "x").mkdir(parents=True)
+    for call in (pin_image, unpin_image):
+        with pytest.raises(NotFound):
+            call(tmp_path, key)
+
+
+def test_the_reserve_of_a_disk_bounds_what_an_image_gets_and_what_is_written(
+    manifest: bytes, layout: Layout, tmp_path: Path
+) -> None:
+    disk = os.statvfs(tmp_path)
+    free_bytes = disk.f_bavail * disk.f_frsize
+    cache = open_cache(
+        tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None, reserve_bytes=2 * free_bytes
+    )
+    assert cache.room_bytes == 0
+    with pytest.raises(OSError, match="reserve") as caught:
+        cache.check_reserve()
+    assert caught.value.errno == errno.ENOSPC
+    cache.close()
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=1 << 40, reserve_bytes=0)
+    assert cache.room_bytes == stored_bytes(layout)
+    cache.check_reserve()
+    cache.close()
+
+
+def test_an_image_is_used_when_a_mount_begins_and_when_it_lets_go(saved: Any, make_cache: Any, tmp_path: Path) -> None:
+    cache: NodeCache = make_cache()
+    os.utime(cache.path / "head", (5, 5))
+    assert serve_everything(saved, saved.serve(cache=cache, inline=False)) == saved.content
+    [image] = list_images(tmp_path / "cache")
+    assert image.used_s > 5
+    os.utime(cache.path / "head", (5, 5))
+    cache = make_cache()
+    [image] = list_images(tmp_path / "cache")
+    assert image.used_s > 5
+    cache.close()
+
+
+def test_a_check_of_the_cache_is_no_use_of_it(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
+    place = tmp_path / "c"
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None)
+    cache.close()
+    os.utime(cache.path / "head", (5, 5))
+    assert [image.bad_chunks for image in verify_images(place)] == [()]
+    assert [image.used_s for image in list_images(place)] == [5]
+
+
+def test_a_chunk_that_leaves_gives_its_bytes_back_and_is_gone_in_the_next_life(
+    manifest: bytes, layout: Layout, tmp_path: Path
+) -> None:
+    place = tmp_path / "c"
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None)
+    for chunk in (40, 41, 42):
+        cache.write(chunk_bytes(layout, chunk), layout.start[chunk])
+    cache.confirm([40, 41, 42])
+    (before,) = list_images(place)
+    cache.evict(41, layout.start[41], layout.length[41])
+    (after,) = list_images(place)
+    assert before.disk_bytes - after.disk_bytes == layout.length[41]
+    assert cache.read(layout.length[41], layout.start[41]) == bytes(layout.length[41])
+    cache.close()
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None)
+    assert [chunk for chunk in range(len(layout)) if cache.has(chunk)] == [40, 42]
+    for chunk in (40, 42):
+        assert cache.read(layout.length[chunk], layout.start[chunk]) == chunk_bytes(layout, chunk)
+    cache.close()
+
+
+@pytest.mark.parametrize("change", ["write", "forget", "evict"])
+def test_a_seal_goes_before_anything_changes(manifest: bytes, layout: Layout, tmp_path: Path, change: str) -> None:
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
+    (cache.path / node_cache.SEALED).touch()
+    match change:
+        case "write":
+            cache.write(chunk_bytes(layout, 5), layout.start[5])
+        case "forget":
+            cache.forget(5)
+        case "evict":
+            cache.evict(5, layout.start[5], layout.length[5])
+    assert not (cache.path / node_cache.SEALED).exists()
+    cache.close()
+
+
+def test_the_files_are_the_snapshots_own(saved: Any, make_cache: Any, tmp_path: Path) -> None:
+    cache: NodeCache = make_cache()
+    assert serve_everything(saved, saved.serve(cache=cache, ahead=True, inline=False)) == saved.content
+    files = cache.path / "files"
+    assert sorted(path.name for path in files.iterdir()) == sorted(IMAGE_FILES)
+    assert {path.stat().st_mode & 0o7777 for path in files.iterdir()} == {0o600}
+    assert (files / "pages.img").read_bytes() == saved.content
+    for file in saved.pinned.manifest.files:
+        assert (files / file.name).stat().st_size == file.size
 
 
 def serve_everything(saved: Any, image: ServedImage) -> bytes:
@@ -179,11 +354,12 @@ def test_a_flipped_bit_in_the_cache_is_never_served_and_is_fetched_again(
     assert serve_everything(saved, saved.serve(cache=cache, inline=False)) == saved.content
     stored = [c for c in range(30, len(layout)) if not layout.is_zero(c)]
     hurt = [stored[0], stored[40], stored[-1]]
-    with (cache.path / "data").open("r+b") as file:
+    with (cache.path / "files/pages.img").open("r+b") as file:
         for chunk in hurt:
-            file.seek(layout.start[chunk] + 77)
+            at = layout.start[chunk] - pages_base(saved, layout) + 77
+            file.seek(at)
             byte = file.read(1)
-            file.seek(layout.start[chunk] + 77)
+            file.seek(at)
             file.write(bytes([byte[0] ^ 4]))
     store: FaultyStore = saved.faulty()
     image: ServedImage = saved.serve(store, cache=make_cache(), inline=False)
@@ -203,8 +379,8 @@ def test_cache_verify_finds_and_forgets_damaged_chunks(
     cache = make_cache()
     assert serve_everything(saved, saved.serve(cache=cache, inline=False)) == saved.content
     chunk = next(c for c in range(30, len(layout)) if not layout.is_zero(c))
-    with (cache.path / "data").open("r+b") as file:
-        file.seek(layout.start[chunk])
+    with (cache.path / "files/pages.img").open("r+b") as file:
+        file.seek(layout.start[chunk] - pages_base(saved, layout))
         file.write(b"wrong")
     (found,) = verify_images(tmp_path / "cache")
     assert found.bad_chunks == (chunk,)
@@ -288,15 +464,13 @@ def test_images_of_different_sources_share_no_byte(manifest: bytes, layout: Layo
 
 
 def test_a_claim_of_zeros_takes_no_room_from_others(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
-    other = tmp_path / "c" / "images" / "other"
-    open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None).close()
-    other.mkdir()
-    (other / "data").write_bytes(bytes([1]) * MIB)
-    (other / "lock").touch()
+    place = tmp_path / "c"
+    place.mkdir(mode=0o700)
+    other = plant(place, "other")
     zeros = layout.start[-1] - stored_bytes(layout)
     assert zeros > 4 * 64 * 1024
     limit = stored_bytes(layout) + MIB + 64 * 1024
-    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=limit)
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=limit)
     assert other.exists()
     cache.close()
 
@@ -319,6 +493,11 @@ class CacheMachine(RuleBasedStateMachine):
     @rule(chunk=st.integers(0, 255))
     def forget(self, chunk: int) -> None:
         self.cache.forget(chunk)
+        self.model.pop(chunk, None)
+
+    @rule(chunk=st.integers(0, 255))
+    def evict(self, chunk: int) -> None:
+        self.cache.evict(chunk, LAYOUT.start[chunk], LAYOUT.length[chunk])
         self.model.pop(chunk, None)
 
     @rule()
