@@ -1,0 +1,135 @@
+"""Records of mounts on disk: where they are, when they are written, how many are kept.
+
+One file a mount life, in a directory of root's (0700): it says which parts of a snapshot an application touches. A
+checkpoint replaces the whole file: a restore of a GB makes some 4000 reads, 30 KB and 2 ms of a thread, and even the
+327 680 reads of 80 GiB cost a tenth of a second of each ten. So a process that is killed loses its last ten seconds,
+and what is there is always whole; a file that is appended to would lose as much in its buffers and need repair.
+
+Nothing here may hurt a mount: a disk that is full or hangs costs the record, with one line in the log.
+"""
+
+import os
+import re
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import structlog
+import trio
+
+from streamd.errors import NotFound, NotPermitted, StreamdError
+from streamd.serve.record import Record, Recorder
+from streamd.serve.record_file import RECORD_BYTES_MAX, decode, encode
+from streamd.serve.scheduler import RunBlocking
+
+log = structlog.get_logger()
+
+SUFFIX = ".record"
+CHECKPOINT_S = 10.0
+# A write takes milliseconds. An unmount doesn't wait longer for a disk than this, and nothing is written after it.
+WRITE_TIMEOUT_S = 2.0
+# A month of a busy node, or some sixty restores of the largest images.
+KEPT_FILES = 256
+KEPT_BYTES = 64 << 20
+_UNSAFE = re.compile(r"[^A-Za-z0-9-]")
+
+
+class RecordKeeper:
+    """Writes what a recorder notes, now and then and at the end; state of the Trio thread."""
+
+    def __init__(
+        self, recorder: Recorder, *, directory: Path, run_blocking: RunBlocking = trio.to_thread.run_sync
+    ) -> None:
+        """Write to a file in `directory`, which is made when it isn't there."""
+        self._recorder = recorder
+        self._run_blocking = run_blocking
+        self._limiter = trio.CapacityLimiter(1)
+        head = recorder.record(trio.current_time()).head
+        stamp = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime(head.started_s))
+        self.path = directory / f"{stamp}-{_UNSAFE.sub('_', head.snapshot)[:63]}-{head.pid}{SUFFIX}"
+        self._written_changes = -1
+        self._wake = trio.Event()
+        self._is_broken = False
+
+    def write_soon(self) -> None:
+        """Write at once instead of at the next checkpoint: a load has ended."""
+        self._wake.set()
+
+    async def run(self) -> None:
+        """Write checkpoints until cancelled, and then the last one."""
+        try:
+            while True:
+                with trio.move_on_after(CHECKPOINT_S):
+                    await self._wake.wait()
+                self._wake = trio.Event()
+                await self._write()
+        finally:
+            await self._write()
+
+    async def _write(self) -> None:
+        changes = self._recorder.changes
+        if self._is_broken or changes == self._written_changes:
+            return
+        record = self._recorder.record(trio.current_time())
+        problem = f"the disk did not take it within {WRITE_TIMEOUT_S:g} s"
+        with trio.move_on_after(WRITE_TIMEOUT_S, shield=True):
+            try:
+                await self._run_blocking(write_record, self.path, record, abandon_on_cancel=True, limiter=self._limiter)
+                self._written_changes = changes
+                return
+            except OSError as error:
+                problem = str(error)
+        self._is_broken = True
+        log.warning("the record of this mount is not kept any more", path=str(self.path), reason=problem)
+
+
+def write_record(path: Path, record: Record, *, kept_files: int = KEPT_FILES, kept_bytes: int = KEPT_BYTES) -> None:
+    """Put a record in the place of the file at `path`; remove the oldest beyond the bounds. Raises: `OSError`."""
+    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+    partial = path.with_name(f"{path.name}.partial")
+    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    with os.fdopen(fd, "wb") as file:
+        file.write(encode(record))
+    os.replace(partial, path)
+    total_bytes = 0
+    newest_first = sorted(_sizes(path.parent).items(), key=lambda item: item[0].name, reverse=True)
+    for place, (other, size) in enumerate(newest_first):
+        total_bytes += size
+        if (place >= kept_files or total_bytes > kept_bytes) and other != path:
+            with suppress(FileNotFoundError):
+                other.unlink()
+
+
+def _sizes(directory: Path) -> dict[Path, int]:
+    """Give the records of a directory, half written ones too, and their sizes. By name they are sorted by age."""
+    sizes = {}
+    for path in directory.glob(f"*{SUFFIX}*"):
+        with suppress(FileNotFoundError):  # another mount removed it in this moment
+            sizes[path] = path.stat().st_size
+    return sizes
+
+
+def read_record(path: Path) -> Record:
+    """Read a record. Raises: `NotFound`, `NotPermitted`, `Damaged`, `Refused`, `StreamdError`."""
+    try:
+        with path.open("rb") as file:
+            data = file.read(RECORD_BYTES_MAX + 1)
+    except FileNotFoundError as error:
+        raise NotFound(f"{path}: no such file") from error
+    except PermissionError as error:
+        raise NotPermitted(f"{path}: {error.strerror}") from error
+    except OSError as error:
+        raise StreamdError(f"{path}: {error.strerror}") from error
+    return decode(data)
+
+
+def latest_record(directory: Path, mountpoint: str | None = None) -> Path:
+    """Give the newest record of a directory, or the newest of a mountpoint. Raises: `NotFound`."""
+    for path in sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: path.name, reverse=True):
+        if mountpoint is None:
+            return path
+        with suppress(StreamdError):  # one that can't be read is nobody's
+            if read_record(path).head.mountpoint == mountpoint:
+                return path
+    whose = f" of a mount at {mountpoint}" if mountpoint else ""
+    raise NotFound(f"{directory}: no record{whose}")
