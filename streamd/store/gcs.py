@@ -1,8 +1,8 @@
 """A store in Google Cloud Storage: `gs://bucket/prefix`, by two clients.
 
-`google-cloud-storage` lists, describes, writes and deletes, with generations as preconditions. Ranges are read by
-`obstore` (Rust; it receives without the interpreter's lock), because of these figures (`bench/range_reads.py`, emulator
-on the same machine, 2 cores, MB/s):
+`google-cloud-storage` uploads what is large. Everything small is a plain request (`google_json.py`), since whoever
+reads must not wait for its import. Ranges are read by `obstore` (Rust; it receives without the interpreter's lock),
+because of these figures (`bench/range_reads.py`, emulator on the same machine, 2 cores, MB/s):
 
     range, threads             1 MiB, 1    1 MiB, 4    4 MiB, 1    4 MiB, 4    CPU s/GB
     google-cloud-storage            270         163         394         234     2.4-7.1
@@ -22,7 +22,7 @@ import base64
 import contextlib
 import threading
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from streamd.errors import StoreError, StoreErrorKind
 from streamd.store.checksum import crc32c
 from streamd.store.credentials import Tokens, default_tokens
 from streamd.store.google_errors import refuse_strange, translated
+from streamd.store.google_json import GoogleJson
 from streamd.store.port import CLOCK_KEY, Buffer, Condition, ObjectInfo, checked_key, is_key
 
 if TYPE_CHECKING:
@@ -40,11 +41,14 @@ _ENDPOINT = "https://storage.googleapis.com"
 # multiple of 256 KiB, as the protocol wants it.
 _ONE_REQUEST_BYTES = 8 << 20
 _UPLOAD_STEP_BYTES = 8 << 20
-# Pieces of a body are handed over as they come off the wire (8 to 300 KiB): a stalled body holds nothing back.
-_PIECE_BYTES = 1
+# Up to this much (leases, learned orders, manifests of small snapshots) goes without Google's client.
+_SMALL_BYTES = 1 << 20
+# Pieces of a body are handed over in this size at least: what comes off a slow wire comes in 8 to 30 KiB, and each
+# piece costs a wait for the interpreter's lock. A chunk's size: at 800 Mbit/s it holds a chunk back by at most 3 ms;
+# what was received of a piece when its body is cut is asked for again.
+PIECE_BYTES = 256 << 10
 _CONNECTIONS = 64  # kept open by the client that uploads, which has a thread for each upload under way
 _LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
-_FIELDS = "items(name,size,generation,crc32c,updated),nextPageToken"
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +98,7 @@ class GoogleStore:
         self._google_bucket: Any = None
         self._session: Any = None
         self._reader: GCSStore | None = None
+        self._json = GoogleJson(self._endpoint, bucket, token=self._fresh_token, timeout_s=timeouts.silence_s)
 
     @property
     def url(self) -> str:
@@ -101,21 +106,15 @@ class GoogleStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         with self._asking(prefix):
-            bucket = self._bucket_client()
-            # Names come in the order of their UTF-8, as keys do here.
-            for blob in bucket.client.list_blobs(
-                bucket, prefix=self._prefix + prefix, fields=_FIELDS, timeout=self._read_timeout, retry=None
-            ):
-                key = blob.name.removeprefix(self._prefix)
+            for info in self._json.list(self._prefix + prefix):
+                key = info.key.removeprefix(self._prefix)
                 if is_key(key):  # not, for example, the "folder/" that a console makes
-                    yield _info(key, blob)
+                    yield replace(info, key=key)
 
     def head(self, key: str) -> ObjectInfo:
         name = self._prefix + checked_key(key)
         with self._asking(key):
-            blob = self._bucket_client().blob(name)
-            blob.reload(timeout=self._read_timeout, retry=None)
-            return _info(key, blob)
+            return replace(self._json.describe(name), key=key)
 
     def put(self, key: str, data: Buffer, *, condition: str | Condition) -> ObjectInfo:
         match condition:
@@ -127,42 +126,48 @@ class GoogleStore:
                 match_generation = int(condition)
         view = memoryview(data).cast("B")
         name = self._prefix + checked_key(key)
+        # The crc32c goes with the request, so that the store refuses damaged bytes before they are an object.
+        crc = crc32c(view)
         with self._asking(key):
-            blob = self._bucket_client().blob(name, chunk_size=_UPLOAD_STEP_BYTES)
-            # The crc32c goes with the request, so that the store refuses damaged bytes before they are an object. In an
-            # upload in steps it is not left to the client, which would also check the answer and, if that is wrong,
-            # delete what is there then, whosever it is, with retries.
-            crc = crc32c(view)
-            in_steps = len(view) > _ONE_REQUEST_BYTES
-            blob.upload_from_file(
-                _Reader(view),
-                size=len(view),
-                content_type="application/octet-stream",
-                if_generation_match=match_generation,
-                checksum=None if in_steps else "crc32c",
-                crc32c_checksum_value=base64.b64encode(crc.to_bytes(4, "big")).decode() if in_steps else None,
-                timeout=(self._timeouts.connect_s, self._timeouts.write_s),
-                retry=None,
-            )
-            info = _info(key, blob)
+            if len(view) <= _SMALL_BYTES:
+                info = replace(self._json.insert(name, view, match_generation=match_generation, crc32c=crc), key=key)
+            else:
+                info = self._put_large(key, name, view, match_generation, crc)
             if info.crc32c not in (None, crc):
                 raise StoreError(
                     StoreErrorKind.CORRUPT, key, f"stored with crc32c {info.crc32c:08x}, sent with {crc:08x}"
                 )
             return info
 
+    def _put_large(self, key: str, name: str, view: memoryview, match_generation: int | None, crc: int) -> ObjectInfo:
+        blob = self._bucket_client().blob(name, chunk_size=_UPLOAD_STEP_BYTES)
+        # In an upload in steps the crc32c is not left to the client, which would also check the answer and, if that is
+        # wrong, delete what is there then, whosever it is, with retries.
+        in_steps = len(view) > _ONE_REQUEST_BYTES
+        blob.upload_from_file(
+            _Reader(view),
+            size=len(view),
+            content_type="application/octet-stream",
+            if_generation_match=match_generation,
+            checksum=None if in_steps else "crc32c",
+            crc32c_checksum_value=base64.b64encode(crc.to_bytes(4, "big")).decode() if in_steps else None,
+            timeout=(self._timeouts.connect_s, self._timeouts.write_s),
+            retry=None,
+        )
+        return _info(key, blob)
+
     def delete(self, key: str, *, generation: str) -> None:
         name, match_generation = self._prefix + checked_key(key), int(generation)
         with self._asking(key):
-            blob = self._bucket_client().blob(name)
             if self._anonymous:
                 # fake-gcs-server ignores the condition of a delete (fsouza/fake-gcs-server#1282); this is the same,
                 # but for a race that matters to nobody's data.
-                blob.reload(timeout=self._read_timeout, retry=None)
-                if str(blob.generation) != generation:
-                    raise StoreError(StoreErrorKind.CHANGED, key, f"has generation {blob.generation}, not {generation}")
-                blob = self._bucket_client().blob(name)
-            blob.delete(if_generation_match=match_generation, timeout=self._read_timeout, retry=None)
+                there = self._json.describe(name)
+                if there.generation != generation:
+                    raise StoreError(
+                        StoreErrorKind.CHANGED, key, f"has generation {there.generation}, not {generation}"
+                    )
+            self._json.delete(name, match_generation=None if self._anonymous else match_generation)
 
     def crc32c(self, info: ObjectInfo) -> int:
         if info.crc32c is not None:
@@ -197,7 +202,7 @@ class GoogleStore:
                 raise StoreError(StoreErrorKind.CHANGED, key, f"answered with generation {answered}, not {generation}")
             if result.range[0] != start:
                 raise StoreError(StoreErrorKind.TRANSIENT, key, f"answered with bytes {result.range}")
-            for piece in result.stream(min_chunk_size=_PIECE_BYTES):
+            for piece in result.stream(min_chunk_size=PIECE_BYTES):
                 taken = piece[: end - position] if len(piece) > end - position else piece
                 position += len(taken)
                 if taken:

@@ -106,6 +106,11 @@ def _from_obstore(error: Exception, text: str, key: str) -> StoreError:
     return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({safe_text(causes[-1]) if causes else 'unknown'})")
 
 
+def refusal(status: int, body: str) -> StoreError:
+    """Say what an answer with a status that isn't success means; it is about no key yet."""
+    return _status_error(status, "", _json_message(body), body)
+
+
 def _json_message(body: str) -> str:
     try:
         return str(json.loads(body)["error"]["message"])
