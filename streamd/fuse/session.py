@@ -1,28 +1,37 @@
-"""libfuse's session on a connection that is mounted already."""
+"""One mount's session: our loop for reads, libfuse for everything else, on a connection that is mounted already."""
 
 import pyfuse3
+import trio
 
+from streamd.fuse.connection import Connection
 from streamd.fuse.mounting import FuseMount
 from streamd.fuse.operations import Operations
 from streamd.serve.image import ServedImage
 
-# runsc has 128 reads in flight for each restore; a second restore, an `ls`, a `stat` must still find a task. More are
-# made when none is idle, and end when more than this are: while the store is down, the reads of every sandbox that
-# restores from this mount hold one each, 32 sandboxes' here.
-_TASKS_KEPT = 320
-_TASKS_MAX = 32 * 128 + 64
+# Tasks of libfuse's side: nothing that it answers waits for anything, but for a process's command line (`open`).
+_TASKS_KEPT = 4
+_TASKS_MAX = 64
 
 
-def begin(image: ServedImage, mount: FuseMount) -> None:
-    """Take over the mount's descriptor and answer the kernel's INIT once `serve` runs. One session a process."""
-    pyfuse3.init(Operations(image), f"/dev/fd/{mount.fd}", set())
+class Session:
+    """Serves a mount. One a process: libfuse's session is global in pyfuse3."""
 
+    def __init__(self, image: ServedImage, mount: FuseMount) -> None:
+        """Take over the mount's descriptor; the kernel's INIT is answered once `serve` runs."""
+        self._connection = Connection(image, mount.fd)
+        pyfuse3.init(Operations(image), f"/dev/fd/{self._connection.library_fd}", set())
 
-async def serve() -> None:
-    """Answer requests until the kernel ends the connection and the last handler has returned."""
-    await pyfuse3.main(min_tasks=_TASKS_KEPT, max_tasks=_TASKS_MAX)
+    async def serve(self) -> None:
+        """Answer requests until the kernel ends the connection."""
+        async with trio.open_nursery() as nursery:
+            nursery.start_soon(self._library)
+            await self._connection.serve()
+            nursery.cancel_scope.cancel()
 
+    async def _library(self) -> None:
+        await pyfuse3.main(min_tasks=_TASKS_KEPT, max_tasks=_TASKS_MAX)
 
-def end() -> None:
-    """Free what libfuse holds; the mount is gone by now, or whoever mounted it takes it away."""
-    pyfuse3.close(unmount=False)
+    def end(self) -> None:
+        """Free what libfuse holds; the mount is gone by now, or whoever mounted it takes it away."""
+        pyfuse3.close(unmount=False)
+        self._connection.close()

@@ -8,9 +8,9 @@ generation, as long as each try brings something; a try that brings nothing ends
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from streamd.errors import StoreError, StoreErrorKind
+from streamd.serve.gets import Progress
 from streamd.serve.plan import FrameSpan, GetPlan
 from streamd.snapshot.frames import Decoder, FrameCorrupt
 from streamd.store.port import Buffer, ObjectInfo, Store
@@ -32,48 +32,32 @@ def decoder() -> Decoder:
     return found
 
 
-@dataclass(slots=True, eq=False)
-class Progress:
-    """How far a GET is; written by its thread, read by the scheduler (single stores of ints: no lock).
-
-    `received` is the next byte of the pack that is still to come, `origin_bytes` all bytes that the store sent,
-    `first_byte_s` and `took_s` are seconds. Setting `stop` ends the thread at the next piece of the body.
-    """
-
-    received: int
-    origin_bytes: int = 0
-    requests: int = 0
-    first_byte_s: float = 0.0
-    took_s: float = 0.0
-    stop: bool = False
-
-
 class _Frames:
-    """Cuts a body into the frames of a plan."""
+    """Cuts a body into the frames of a plan. A frame that came in several pieces is put together once, when it ends."""
 
     def __init__(self, plan: GetPlan, deliver: Callable[[FrameSpan, Buffer], None]) -> None:
         self._rest = iter(plan.frames)
         self._frame: FrameSpan | None = next(self._rest)
-        self._partial = bytearray()
+        self._pieces: list[memoryview] = []
+        self._missing = self._frame.end - self._frame.start
         self._deliver = deliver
 
-    def feed(self, piece: Buffer) -> None:
-        view = memoryview(piece)
-        while len(view) and self._frame is not None:
-            size = self._frame.end - self._frame.start
-            taken = view[: size - len(self._partial)]
-            view = view[len(taken) :]
-            if len(taken) == size:
-                self._finish(self._frame, taken)
-                continue
-            self._partial += taken
-            if len(self._partial) == size:
-                self._finish(self._frame, self._partial)
-                self._partial = bytearray()
+    def feed(self, piece: memoryview) -> None:
+        while len(piece) and self._frame is not None:
+            taken = piece[: self._missing]
+            piece = piece[len(taken) :]
+            self._missing -= len(taken)
+            self._pieces.append(taken)
+            if not self._missing:
+                self._finish(self._frame)
 
-    def _finish(self, frame: FrameSpan, data: Buffer) -> None:
+    def _finish(self, frame: FrameSpan) -> None:
+        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        self._pieces = []
         chunk = decoder().decode(data, codec=frame.codec, length=frame.length, digest=frame.digest)
         self._frame = next(self._rest, None)
+        if self._frame is not None:
+            self._missing = self._frame.end - self._frame.start
         self._deliver(frame, chunk)
 
 
@@ -122,7 +106,7 @@ def _consume(
             if not progress.first_byte_s:
                 progress.first_byte_s = time.monotonic() - began_s
             progress.origin_bytes += len(piece)
-            useful = piece[: plan.end - progress.received]
+            useful = memoryview(piece)[: plan.end - progress.received]
             progress.received += len(useful)
             frames.feed(useful)
             if progress.stop:

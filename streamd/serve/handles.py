@@ -1,11 +1,11 @@
 """Open files and the reads that wait on them. State of the Trio thread; nothing here awaits."""
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-
-import trio
 
 from streamd.errors import StreamdError
 from streamd.serve.classify import ReadClassifier
+from streamd.serve.learning import Sampler
 from streamd.serve.order import Want
 from streamd.store.port import Buffer
 
@@ -24,39 +24,46 @@ class Opener:
 
 
 class PendingRead:
-    """One read that waits for chunks; its event is set when the last one is there, or when it has failed.
+    """One read that waits for chunks. `on_settled` is called once the last one of `missing` is there, or when it fails.
 
-    A chunk is kept from its arrival until the reply, so that nothing that happens in between can take it away.
+    A chunk is kept from its arrival until the reply, so that nothing that happens in between can take it away. Who is
+    told may let it wait again for others, by `wait_for`. `failure` is final.
     """
 
-    __slots__ = ("arrived", "began_s", "done", "failure", "missing", "want")
+    __slots__ = ("_on_settled", "arrived", "began_s", "failure", "missing", "want")
 
-    def __init__(self, want: Want, missing: set[int], began_s: float) -> None:
+    def __init__(self, want: Want, began_s: float, on_settled: Callable[["PendingRead"], None]) -> None:
         self.want = want
-        self.missing = missing
         self.began_s = began_s
+        self.missing: set[int] = set()
         self.arrived: dict[int, Buffer] = {}
-        self.done = trio.Event()
         self.failure: ReadFailed | None = None
+        self._on_settled = on_settled
+
+    def wait_for(self, missing: Iterable[int]) -> None:
+        """Wait for these chunks."""
+        self.missing = set(missing)
 
     def arrive(self, chunk: int, data: Buffer) -> None:
         """Take a verified chunk."""
-        self.missing.discard(chunk)
         self.arrived[chunk] = data
-        if not self.missing:
-            self.done.set()
+        self.missing.discard(chunk)
+        if not self.missing and self.failure is None:
+            self._on_settled(self)
 
     def fail(self, failure: ReadFailed) -> None:
-        """End the wait with an error."""
-        self.failure = failure
-        self.done.set()
+        """End the read with an error; the first one counts."""
+        if self.failure is None:
+            self.failure = failure
+            self._on_settled(self)
 
 
 @dataclass(slots=True, eq=False)
 class Handle:
     """One open file description of a file of the image.
 
-    `failure` is set when its reads are to be failed from now on. Offsets that the classifier sees are the file's own.
+    `failure` is set when its reads are to be failed from now on. Offsets that the classifier and the sampler see are
+    the file's own.
     """
 
     number: int
@@ -64,6 +71,7 @@ class Handle:
     opener: Opener
     opened_s: float
     classifier: ReadClassifier = field(default_factory=ReadClassifier)
+    sampler: Sampler = field(default_factory=Sampler)
     pending: set[PendingRead] = field(default_factory=set)
     failure: ReadFailed | None = None
     read_bytes: int = 0
@@ -72,7 +80,7 @@ class Handle:
     def fail(self, failure: ReadFailed) -> int:
         """Fail the reads that wait and all later ones; give how many waited."""
         self.failure = failure
-        waiting = len(self.pending)
-        for read in self.pending:
+        waiting = list(self.pending)
+        for read in waiting:
             read.fail(failure)
-        return waiting
+        return len(waiting)

@@ -7,31 +7,33 @@ All state belongs to the Trio thread that runs `run`.
 
 import itertools
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import structlog
 import trio
 
-from streamd.config import Config
+from streamd.config import Config, Prefetch
 from streamd.serve.handles import Handle, Opener, PendingRead, ReadFailed
+from streamd.serve.learning import Confidence
 from streamd.serve.memory import Accountant
 from streamd.serve.node_cache import NodeCache
 from streamd.serve.order import Want
 from streamd.serve.plan import Layout
-from streamd.serve.reply import ReplyBuffer
+from streamd.serve.reads import OnAnswer, Parts, Reads
+from streamd.serve.record import Recorder
 from streamd.serve.residency import Residency
 from streamd.serve.scheduler import RunBlocking, Scheduler
 from streamd.serve.stats import ServeStats
 from streamd.snapshot.manifest import Codec
 from streamd.snapshot.names import IMAGE_FILES, PAGES
+from streamd.snapshot.trace import Sample
 from streamd.store.catalog import Pinned
-from streamd.store.port import Buffer, Store
+from streamd.store.port import Store
 
 log = structlog.get_logger()
 
-_ZEROS = memoryview(bytes(1 << 20))
 _WATCH_S = 0.5
 _LOAD_BYTES = 1 << 20
 # Kept for reads that somebody waits for, whatever prefetch does: both halves of one window of 128 × 256 KiB.
@@ -57,13 +59,21 @@ class ServedImage:
         config: Config,
         *,
         cache: NodeCache | None,
-        ahead: bool,
+        prefetch: Prefetch,
+        recorder: Recorder | None = None,
+        on_sample: Callable[[Sample], None] | None = None,
+        read_limit_s: float | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
+        """Reads that have waited for `read_limit_s` fail.
+
+        `on_sample` is given what each closed handle of pages.img has taught about the order of reads.
+        """
         manifest = pinned.manifest
         self.manifest = manifest
         self.digest = pinned.digest
         self._policy = config.policy
+        self._read_limit_s = read_limit_s
         self._layout = Layout(manifest.table)
         self.files = {
             file.name: ServedFile(file.name, file.size, self._layout.start[file.first_chunk])
@@ -89,21 +99,29 @@ class ServedImage:
             self.stats,
             fetch=config.fetch,
             policy=config.policy,
-            ahead=ahead,
+            foresees=prefetch != Prefetch.NONE,
+            ahead=prefetch == Prefetch.ALL,
+            recorder=recorder,
             run_blocking=run_blocking,
         )
+        self._recorder = recorder
+        self._on_sample = on_sample
+        self._prefetch = prefetch
+        self._confidence: Confidence | None = None
+        self._hot_bytes = 0
         self._whole: dict[str, bytearray] = {}
         self._handles: dict[int, Handle] = {}
         # Handle numbers are never used twice in a mount's life, whichever process serves it: file | epoch | serial.
         self._epoch = secrets.randbits(23)
         self._serials = itertools.count(1)
-        self._reply = ReplyBuffer()
+        self._reads = Reads(self._layout, self._residency, self._scheduler, self.stats, recorder)
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Serve until cancelled. Every read that still waits then has failed when this returns."""
         self._residency.start()
         try:
             async with trio.open_nursery() as nursery:
+                self._reads.start(nursery)
                 await nursery.start(self._scheduler.run)
                 nursery.start_soon(self._watch)
                 task_status.started()
@@ -126,12 +144,21 @@ class ServedImage:
             handle = Handle(0, file.name, Opener(0, "mount", None), trio.current_time())  # 0: nobody's, not counted
             for offset in range(0, file.size, _LOAD_BYTES):
                 end = min(offset + _LOAD_BYTES, file.size)
-                piece = await self._answer(handle, file.base + offset, file.base + end, Want.FAULT)
+                piece = await self._read_as(handle, offset, end, Want.FAULT)
                 if keep:
                     content += piece
                 await trio.lowlevel.checkpoint()  # a claim of a terabyte of zeros must not hold up anything else
             if keep:
                 self._whole[file.name] = content
+
+    def want_hot(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Fetch the learned order first: ranges of pages.img. No more, once it doesn't fit what faults ask for."""
+        if self._prefetch == Prefetch.NONE:
+            return
+        pages = self.files[PAGES]
+        self._confidence = Confidence(ranges)
+        self._hot_bytes = sum(end - start for start, end in ranges)
+        self._scheduler.want_hot([(pages.base + start, pages.base + min(end, pages.size)) for start, end in ranges])
 
     # Files
 
@@ -141,6 +168,8 @@ class ServedImage:
         number = (next(self._serials) << 31 | self._epoch << 8 | file_index) & ((1 << 64) - 1)
         handle = Handle(number, name, opener, trio.current_time())
         self._handles[number] = handle
+        if self._recorder is not None:
+            self._recorder.opened(number, name, handle.opened_s)
         return handle
 
     def handle(self, number: int) -> Handle:
@@ -152,7 +181,20 @@ class ServedImage:
         handle = self._handles.pop(number, None)
         if handle is not None:
             handle.fail(ReadFailed("the file was closed"))
+            self._learn(handle)
+            if self._recorder is not None:
+                self._recorder.closed(number, trio.current_time())
             log.info("file closed", file=handle.file_name, handle=number, reads=handle.reads)
+
+    def learn(self) -> None:
+        """Give the samples of the handles that are still open: nothing more will be read through them."""
+        for handle in self._handles.values():
+            self._learn(handle)
+
+    def _learn(self, handle: Handle) -> None:
+        sample = handle.sampler.take()
+        if sample is not None and self._on_sample is not None:
+            self._on_sample(sample)
 
     def openers(self, name: str = PAGES) -> list[Handle]:
         """Handles of a file that are open."""
@@ -169,101 +211,81 @@ class ServedImage:
 
     # Reads
 
-    async def read(self, handle: Handle, offset: int, size: int) -> Buffer:
-        """Give bytes [offset, offset + size) of the handle's file, cut at its end.
+    def begin_read(self, handle: Handle, offset: int, size: int, on_answer: OnAnswer) -> PendingRead | None:
+        """Answer a read of [offset, offset + size) of the handle's file, cut at its end, as soon as its bytes are here.
 
-        The result may be a shared buffer: it is valid until the caller's next `await`.
-        Raises: `ReadFailed`.
+        `on_answer` is called once, perhaps before this returns (then the result is None, or over).
         """
         file = self.files[handle.file_name]
         end = min(offset + size, file.size)
         if handle.failure is not None:
-            raise handle.failure
+            on_answer(handle.failure)
+            return None
         if offset >= end:
-            return b""
+            on_answer([])
+            return None
         handle.reads += 1
         handle.read_bytes += end - offset
         whole = self._whole.get(file.name)
         if whole is not None:
-            return memoryview(whole)[offset:end]
-        want = handle.classifier.classify(offset, end)
-        return await self._answer(handle, file.base + offset, file.base + end, want)
+            on_answer([memoryview(whole)[offset:end]])
+            return None
+        want = self._classify(handle, file, offset, end)
+        return self._reads.begin(
+            handle, start=file.base + offset, end=file.base + end, base=file.base, want=want, on_answer=on_answer
+        )
 
-    async def _answer(self, handle: Handle, start: int, end: int, want: Want) -> Buffer:
-        """Wait for the bytes [start, end) of the image and put the reply together.
+    async def read(self, handle: Handle, offset: int, size: int) -> bytes:
+        """Give bytes [offset, offset + size) of the handle's file, cut at its end. Raises: `ReadFailed`."""
+        return await self._awaited(lambda on_answer: self.begin_read(handle, offset, size, on_answer))
 
-        What is in memory is kept hold of from the first look on. What is in the cache file is looked at again after
-        every wait: nothing may be awaited between the last look and the reply.
-        """
-        began_s = trio.current_time()
-        waited = False
-        arrived: dict[int, Buffer] = {}
-        chunks = self._layout.chunks(start, end)
-        while True:
-            missing = []
-            for chunk in chunks:
-                if chunk in arrived or self._residency.is_in_place(chunk):
-                    continue
-                data = self._residency.held(chunk)
-                if data is None:
-                    missing.append(chunk)
-                else:
-                    arrived[chunk] = data
-                    self._residency.touched(chunk)
-            if missing:
-                waited = True
-                arrived |= await self._wait(handle, missing, want, began_s)
-                continue
-            reply = self._fill(start, end, chunks, arrived)
-            if reply is not None:
-                if handle.number:
-                    self.stats.classes[want].note(end - start, trio.current_time() - began_s if waited else None)
-                return reply
-            # In the cache file, but not in the page cache. What can't be read from there is fetched in the next round.
-            waited = True
-            slow = [c for c in chunks if c not in arrived and self._residency.is_resident(c)]
-            arrived |= await self._residency.read_slow(slow)
-            if handle.failure is not None:
-                raise handle.failure
+    async def _read_as(self, handle: Handle, start: int, end: int, want: Want) -> bytes:
+        """Read [start, end) of the handle's file, whatever it would be by its place."""
+        base = self.files[handle.file_name].base
+        return await self._awaited(
+            lambda on_answer: self._reads.begin(
+                handle, start=base + start, end=base + end, base=base, want=want, on_answer=on_answer
+            )
+        )
 
-    async def _wait(self, handle: Handle, missing: list[int], want: Want, began_s: float) -> dict[int, Buffer]:
-        pending = PendingRead(want, set(missing), began_s)
-        handle.pending.add(pending)
-        for chunk in missing:
-            self._scheduler.want(chunk, want, pending)
+    async def _awaited(self, begin: Callable[[OnAnswer], PendingRead | None]) -> bytes:
+        over = trio.Event()
+        result: list[bytes | ReadFailed] = []
+
+        def on_answer(answer: Parts | ReadFailed) -> None:
+            result.append(answer if isinstance(answer, ReadFailed) else b"".join(answer))
+            over.set()
+
+        read = begin(on_answer)
         try:
-            await pending.done.wait()
-        finally:
-            handle.pending.discard(pending)
-            self._scheduler.leave(missing, pending)
-        if pending.failure is not None:
-            self.stats.failed_reads += 1
-            raise pending.failure
-        return pending.arrived
+            await over.wait()
+        except trio.Cancelled:
+            if read is not None and not result:
+                read.fail(ReadFailed("nobody waits for it any more"))
+            raise
+        if isinstance(result[0], ReadFailed):
+            raise result[0]
+        return result[0]
 
-    def _fill(self, start: int, end: int, chunks: range, arrived: dict[int, Buffer]) -> Buffer | None:
-        """Put [start, end) together of what has arrived or is in place; None when a disk would have to be read."""
-        starts = self._layout.start
-        if len(chunks) == 1 and (data := arrived.get(chunks[0])) is not None:
-            base = starts[chunks[0]]
-            return memoryview(data)[start - base : end - base]
-        view = self._reply.view(end - start)
-        if not arrived and all(self._residency.is_resident(c) for c in chunks):
-            return view if self._residency.read_nowait(view, start) else None
-        for chunk in chunks:
-            low, high = max(start, starts[chunk]), min(end, starts[chunk + 1])
-            piece = view[low - start : high - start]
-            data = arrived.get(chunk)
-            if data is not None:
-                piece[:] = memoryview(data)[low - starts[chunk] : high - starts[chunk]]
-            elif self._layout.is_zero(chunk):
-                _zero(piece)
-            else:
-                # A hole in the cache file reads as zeros: only what is resident may be read from there.
-                assert self._residency.is_resident(chunk)
-                if not self._residency.read_nowait(piece, low):
-                    return None
-        return view
+    def _classify(self, handle: Handle, file: ServedFile, start: int, end: int) -> Want:
+        """Tell what a read is, and whoever looks ahead by it."""
+        want = handle.classifier.classify(start, end)
+        is_fault = want == Want.FAULT
+        handle.sampler.note(start, end, is_fault=is_fault)
+        if is_fault:
+            self._scheduler.note_fault(file.base + start, file.base + end, file_end=file.base + file.size)
+            if self._confidence is not None:
+                self._confidence.note(start, end)
+                if not self._confidence.holds:
+                    self._lose_confidence()
+        return want
+
+    def _lose_confidence(self) -> None:
+        self._confidence = None
+        self._scheduler.forget_hot()
+        log.info("the learned order does not fit this restore and is left aside")
+        if self._recorder is not None:
+            self._recorder.event(trio.current_time(), "order-left-aside", "faults ask for other memory")
 
     # Watching
 
@@ -273,11 +295,19 @@ class ServedImage:
     async def _watch(self) -> None:
         """Notice a cache disk that hangs, and say so when reads wait for long."""
         reported_s = 0.0
+        is_cache_lost = False
         while True:
             await trio.sleep(_WATCH_S)
             self._residency.check_writer()
+            if self._recorder is not None and self.stats.cache_failure is not None and not is_cache_lost:
+                is_cache_lost = True
+                self._recorder.event(trio.current_time(), "cache-lost", self.stats.cache_failure)
             waiting = [read for handle in self._handles.values() for read in handle.pending]
             now_s = trio.current_time()
+            if self._read_limit_s is not None:
+                for read in waiting:
+                    if now_s - read.began_s >= self._read_limit_s:
+                        read.fail(ReadFailed("the kernel would end the whole mount if this read waited any longer"))
             oldest_s = max((now_s - read.began_s for read in waiting), default=0.0)
             if oldest_s >= self._policy.event_after_s and now_s - reported_s >= self._policy.event_after_s:
                 reported_s = now_s
@@ -287,6 +317,11 @@ class ServedImage:
                     oldest_s=round(oldest_s, 1),
                     last_failure=self._scheduler.last_failure,
                 )
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the node cache has every chunk that isn't zeros, verified or not."""
+        return self._residency.cached_chunks == len(self._layout) - self._layout.codec.count(Codec.ZERO)
 
     def status(self) -> dict[str, Any]:
         """Describe the image and what was served of it, for `streamd status --json` (README names the fields)."""
@@ -304,6 +339,7 @@ class ServedImage:
             "cache_failure": stats.cache_failure,
             "cache_corrupt_chunks": stats.cache_corrupt,
             "cache_dropped_chunks": stats.cache_dropped_chunks,
+            "cache_evicted_chunks": self._residency.evicted_chunks,
             "cache_verified_chunks": stats.cache_hits_verified,
             "cache_written_bytes": stats.cache_written_bytes,
             "origin_bytes": stats.origin_bytes + self._scheduler.arriving_bytes,
@@ -311,6 +347,14 @@ class ServedImage:
             "fetched_chunks": stats.fetched_chunks,
             "fetched_bytes": stats.fetched_bytes,
             "duplicate_chunks": stats.duplicate_chunks,
+            "second_tries": stats.second_tries,
+            "background_limit_bytes": self._scheduler.limit.bytes,
+            "background_bytes_per_s": round(self._scheduler.limit.bytes_per_s),
+            "first_byte_s": round(self._scheduler.limit.round_trip_s, 6),
+            "release_gap_p50_s": round(stats.release_gaps.quantile_s(0.5), 6),
+            "release_gap_p99_s": round(stats.release_gaps.quantile_s(0.99), 6),
+            "hot_bytes": self._hot_bytes,
+            "hot_holds": self._confidence is not None,
             "store_failures": dict(stats.store_failures),
             "last_failure": self._scheduler.last_failure,
             "waiting_chunks": self._scheduler.waiting_chunks,
@@ -345,9 +389,3 @@ class ServedImage:
                 for handle in self._handles.values()
             ],
         }
-
-
-def _zero(piece: memoryview) -> None:
-    for low in range(0, len(piece), len(_ZEROS)):
-        part = piece[low : low + len(_ZEROS)]
-        part[:] = _ZEROS[: len(part)]

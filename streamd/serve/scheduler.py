@@ -8,7 +8,8 @@ thread.
 """
 
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections import deque
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeAlias
 
@@ -18,13 +19,17 @@ import trio
 from streamd.config import FetchConfig, PolicyConfig
 from streamd.errors import StoreError, StoreErrorKind, StreamdError
 from streamd.serve import fetch as fetching
+from streamd.serve.gets import SECOND_TRIES_MAX, Get, Gets, Progress
 from streamd.serve.handles import PendingRead, ReadFailed
+from streamd.serve.limit import BackgroundLimit
 from streamd.serve.memory import Accountant
 from streamd.serve.order import Key, Want, WantQueue
 from streamd.serve.plan import FrameSpan, GetPlan, Layout, joins
 from streamd.serve.policy import Fail, Trouble
+from streamd.serve.record import Recorder
 from streamd.serve.residency import CACHE_TIMEOUT_S, Place, Residency
 from streamd.serve.stats import ServeStats
+from streamd.serve.windows import FaultRuns
 from streamd.snapshot.frames import FrameCorrupt
 from streamd.snapshot.manifest import Codec
 from streamd.store.port import Buffer, ObjectInfo, Store
@@ -32,16 +37,24 @@ from streamd.store.retry import Backoff
 
 log = structlog.get_logger()
 
-# A fault's GET takes in neighbours that faults wait for as well, up to this: 1 MiB is a few ms of any link worth
-# having.
+# The GET of a fault takes in so much of what follows: a few ms of any link worth having.
 FAULT_GET_BYTES = 1 << 20
+# The GET of the rest of its window, which nobody has asked for yet: a round trip at 5 Gbit/s.
+WINDOW_GET_BYTES = 4 << 20
+# Of the GETs for faults, so many are kept for reads that wait.
+FAULT_GETS_RESERVED = 4
+# What is fetched for the oldest stream read while the learned order has the link: a slot comes free, and the first read
+# of a fault can be made.
+TRICKLE_BYTES = 256 << 10
 # Decoded bytes of one background GET: bounds what one well compressed range can claim of the memory.
 RAW_BYTES_MAX = 32 << 20
-# Cached chunks that are verified in one thread hop.
+# Cached chunks that are verified in one thread hop, and how many such hops may run for what nobody has asked for.
 CHECK_CHUNKS = 16
+HOT_CHECKS_MAX = 2
 # Longest pause between two tries while a store is down: its return should be noticed soon.
 BACKOFF = Backoff(first_s=0.1, limit_s=5.0)
-
+# How often GETs that stand still are looked for, while there are any.
+_WATCH_S = 0.1
 
 # How a blocking call is made: `trio.to_thread.run_sync`, or in place where a test's virtual time has to know of it.
 RunBlocking: TypeAlias = Callable[..., Awaitable[object]]
@@ -49,18 +62,21 @@ RunBlocking: TypeAlias = Callable[..., Awaitable[object]]
 
 @dataclass(slots=True, eq=False)
 class Flight:
-    """A chunk that is wanted and not here: who waits, why, how many fetches are bringing it and how far one is."""
+    """A chunk that is wanted and not here: who waits, why, how many fetches are bringing it and the last of them."""
 
     chunk: int
     want: Want
     readers: set[PendingRead] = field(default_factory=set)
     fetches: int = 0
-    progress: fetching.Progress | None = None
+    get: Get | None = None
     trouble: Trouble = field(default_factory=Trouble)
 
 
 class Scheduler:
-    """Brings chunks of one image from the store into its `Residency`, most urgent first."""
+    """Brings chunks of one image from the store into its `Residency`, most urgent first.
+
+    `foresees`: the windows of faults are fetched before they are asked for; `ahead`: so is everything else.
+    """
 
     def __init__(
         self,
@@ -73,9 +89,12 @@ class Scheduler:
         *,
         fetch: FetchConfig,
         policy: PolicyConfig,
+        foresees: bool,
         ahead: bool,
+        recorder: Recorder | None = None,
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
+        self._recorder = recorder
         self._run_blocking = run_blocking
         self._store = store
         self._packs = packs
@@ -85,6 +104,7 @@ class Scheduler:
         self._stats = stats
         self._fetch = fetch
         self._policy = policy
+        self._fault_runs = FaultRuns() if foresees else None
         self._ahead = ahead
         self._ahead_cursor = 0
         self._ahead_paused = False
@@ -95,31 +115,33 @@ class Scheduler:
         self._flights: dict[int, Flight] = {}
         self._queue = WantQueue()
         self._arrivals = 0
-        self._faults_running = 0
-        self._background_running = 0
+        self._hot_checks = 0
+        self._gets = Gets()
+        self.limit = BackgroundLimit(get_bytes_max=fetch.get_bytes)
+        self._limit_binds = False
+        self._pace_timer = False
         self._kicked = trio.Event()
         self._nursery: trio.Nursery | None = None
-        self._limiter = trio.CapacityLimiter(fetch.fault_gets + fetch.background_gets)
+        self._limiter = trio.CapacityLimiter(fetch.fault_gets + fetch.background_gets + SECOND_TRIES_MAX)
         self._check_limiter = trio.CapacityLimiter(16)
-        self._running: set[fetching.Progress] = set()
-        self._bytes_per_s = 0.0
-        self._round_trip_s = 0.0
         self.last_failure: str | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Fetch until cancelled; fetches under way are abandoned then and their threads end by themselves."""
         try:
             async with trio.open_nursery() as self._nursery:
+                self._nursery.start_soon(self._watch)
                 task_status.started()
                 while True:
                     self._kicked = trio.Event()
+                    self._limit_binds = False
                     while self._start_next():
                         pass
                     await self._kicked.wait()
         finally:
             self._nursery = None
-            for progress in self._running:
-                progress.stop = True
+            for get in self._gets:
+                get.progress.stop = True
 
     def kick(self) -> None:
         """Look again for what can be started: something is wanted, or some room or capacity came free."""
@@ -133,25 +155,60 @@ class Scheduler:
     @property
     def arriving_bytes(self) -> int:
         """Bytes that the store sent for fetches that are not over yet."""
-        return sum(progress.origin_bytes for progress in self._running)
+        return self._gets.arrived_bytes
+
+    # What is wanted
 
     def want(self, chunk: int, want: Want, reader: PendingRead | None) -> None:
         """Join, raise or begin the flight of a chunk that isn't here."""
-        flight = self._flights.get(chunk)
         self._arrivals += 1
-        key = Key(want, self._arrivals)
+        self._want(chunk, Key(want, self._arrivals), reader)
+        self.kick()
+
+    def note_fault(self, start: int, end: int, *, file_end: int) -> None:
+        """Want the rest of the window of a fault that reads [start, end) of a file that ends at `file_end`.
+
+        To be told of every such read, also of those whose bytes are here.
+        """
+        ahead = None if self._fault_runs is None else self._fault_runs.note(start, end)
+        if ahead is not None:
+            self._foresee(ahead[0], min(ahead[1], file_end), Want.WINDOW)
+
+    def want_hot(self, ranges: Sequence[tuple[int, int]]) -> None:
+        """Want the learned order: ranges of the image, in that order."""
+        for start, end in ranges:
+            self._foresee(start, end, Want.HOT)
+
+    def forget_hot(self) -> None:
+        """Want no more of the learned order than others want as well."""
+        while (chunk := self._queue.first(Want.HOT)) is not None:
+            self._queue.remove(chunk)
+            flight = self._flights[chunk]
+            if not flight.fetches:
+                del self._flights[chunk]
+                self._ahead_cursor = min(self._ahead_cursor, chunk)
+        self.kick()
+
+    def _foresee(self, start: int, end: int, want: Want) -> None:
+        if start >= end:
+            return
+        for chunk in self._layout.chunks(start, end):
+            if not self._residency.is_here(chunk):
+                self.want(chunk, want, None)
+
+    def _want(self, chunk: int, key: Key, reader: PendingRead | None) -> None:
+        flight = self._flights.get(chunk)
         if flight is None:
-            flight = self._flights[chunk] = Flight(chunk, want)
+            flight = self._flights[chunk] = Flight(chunk, key.want)
             self._queue.push(chunk, key)
-        elif want < flight.want:
-            flight.want = want
+        elif key.want < flight.want:
+            flight.want = key.want
             if chunk in self._queue or self._is_too_far(flight):
                 self._queue.push(chunk, key)
         if reader is not None:
             flight.readers.add(reader)
-        self.kick()
 
-    def leave(self, chunks: Sequence[int], reader: PendingRead) -> None:
+    def leave(self, chunks: Iterable[int], reader: PendingRead) -> None:
         """Take a reader off the flights that it still waits for; what is under way goes on, for others."""
         for chunk in chunks:
             flight = self._flights.get(chunk)
@@ -160,53 +217,99 @@ class Scheduler:
 
     def _is_too_far(self, flight: Flight) -> bool:
         """Whether a fault fetches a chunk itself although a fetch under way will bring it."""
-        if flight.want != Want.FAULT or flight.fetches == 0 or flight.progress is None:
+        get = flight.get
+        if flight.want != Want.FAULT or flight.fetches == 0 or get is None or get.is_urgent:
             return False
-        due_bytes = self._layout.frame(flight.chunk).end - flight.progress.received
-        return not joins(due_bytes, bytes_per_s=self._bytes_per_s, round_trip_s=self._round_trip_s)
+        due_bytes = self._layout.frame(flight.chunk).end - get.progress.received
+        return not joins(due_bytes, bytes_per_s=self.limit.bytes_per_s, round_trip_s=self.limit.round_trip_s)
 
     # What is started next
 
     def _start_next(self) -> bool:
-        first = self._queue.first(self._has_capacity)
-        if first is None:
-            return len(self._queue) == 0 and self._start_ahead()
-        chunk, key = first
-        if self._residency.place(chunk) == Place.CACHED:
-            return self._start_check(chunk)
-        if key.want == Want.FAULT:
-            plan = self._plan(chunk, wanted=self._is_fault, get_bytes=FAULT_GET_BYTES)
-        else:
-            plan = self._plan(chunk, wanted=self._is_wanted, get_bytes=self._fetch.get_bytes)
+        for want in (Want.FAULT, Want.WINDOW, Want.HOT, Want.STREAM):
+            chunk = self._queue.first(want)
+            if chunk is None:
+                continue
+            if self._residency.place(chunk) == Place.CACHED:
+                if want in (Want.FAULT, Want.STREAM) or self._hot_checks < HOT_CHECKS_MAX:
+                    return self._start_check(chunk, want)
+            elif self._start_wanted(chunk, want):
+                return True
+        return self._start_ahead()
+
+    def _start_wanted(self, chunk: int, want: Want) -> bool:
+        """Start the GET of a chunk of the queue, with its neighbours, if it may start now."""
+        get_bytes = self._get_bytes(want)
+        if not get_bytes:
+            return False
+        wanted = self._is_urgent if want <= Want.WINDOW else self._is_wanted
+        plan = self._plan(chunk, wanted=wanted, get_bytes=get_bytes)
         size = plan.raw_bytes + plan.transit_bytes
-        if not self._accountant.has_room_for_demand(size):
-            self._residency.shed(self._accountant.shortage_for_demand(size), unread_too=True)
+        demand = want in (Want.FAULT, Want.STREAM)
+        if demand:
             if not self._accountant.has_room_for_demand(size):
-                return False
-        self._start_fetch(plan, demand=True, fault=key.want == Want.FAULT)
+                self._residency.shed(self._accountant.shortage_for_demand(size), unread_too=True)
+                if not self._accountant.has_room_for_demand(size):
+                    return False
+        elif self._obstacle_ahead(plan) is not None:
+            return False
+        self._start_fetch(plan, want, demand=demand)
         return True
 
-    def _has_capacity(self, want: Want) -> bool:
-        if want == Want.FAULT:
-            return self._faults_running < self._fetch.fault_gets
-        return self._background_running < self._fetch.background_gets
+    def _get_bytes(self, want: Want) -> int:
+        """How large a GET of that class may start now, 0 for none."""
+        match want:
+            case Want.FAULT:
+                return FAULT_GET_BYTES if self._gets.urgent < self._fetch.fault_gets else 0
+            case Want.WINDOW:
+                has_capacity = self._gets.urgent < self._fetch.fault_gets - FAULT_GETS_RESERVED
+                return WINDOW_GET_BYTES if has_capacity else 0
+        if self._gets.background >= self._fetch.background_gets or not self._is_time():
+            return 0
+        size = self.limit.get_bytes
+        outstanding_bytes = self._gets.outstanding_bytes
+        if outstanding_bytes == 0 or outstanding_bytes + size <= self._background_limit_bytes():
+            return size
+        self._limit_binds = True
+        # The learned order may have the link for long, and a fault needs a slot as well; those in flight have one.
+        if want == Want.STREAM and not self._gets.urgent and not self._gets.has(Want.STREAM):
+            return min(size, TRICKLE_BYTES)
+        return 0
+
+    def _background_limit_bytes(self) -> int:
+        """The limit; while a fault's window is on its way, only what the link would otherwise idle for."""
+        if not self._gets.urgent:
+            return self.limit.bytes
+        return min(self.limit.bytes, max(self.limit.needed_bytes, FAULT_GET_BYTES))
+
+    def _is_time(self) -> bool:
+        """Whether the pace that the store has asked for lets a background request go now; if not, look again then."""
+        delay_s = self.limit.delay_s(trio.current_time())
+        if delay_s and not self._pace_timer:
+            self._pace_timer = True
+            self._later(delay_s, self._end_pace_timer, [])
+        return not delay_s
+
+    def _end_pace_timer(self, _: list[int]) -> None:
+        self._pace_timer = False
 
     def _start_ahead(self) -> bool:
-        if not self._ahead or not self._has_capacity(Want.AHEAD):
+        if not self._ahead:
             return False
         while self._ahead_cursor < len(self._layout) and not self._may_go_ahead(self._ahead_cursor):
             self._ahead_cursor += 1
         if self._ahead_cursor == len(self._layout):
             self.ahead_waits_for = None
             return False
-        plan = self._plan(self._ahead_cursor, wanted=self._may_go_ahead, get_bytes=self._fetch.get_bytes)
+        get_bytes = self._get_bytes(Want.AHEAD)
+        if not get_bytes:
+            return False
+        plan = self._plan(self._ahead_cursor, wanted=self._may_go_ahead, get_bytes=get_bytes)
         self.ahead_waits_for = self._obstacle_ahead(plan)
         if self.ahead_waits_for is not None:
             return False
-        for frame in plan.frames:
-            self._flights[frame.chunk] = Flight(frame.chunk, Want.AHEAD)
         self._ahead_cursor = plan.frames[-1].chunk + 1
-        self._start_fetch(plan, demand=False, fault=False)
+        self._start_fetch(plan, Want.AHEAD, demand=False)
         return True
 
     def _obstacle_ahead(self, plan: GetPlan) -> str | None:
@@ -228,46 +331,58 @@ class Scheduler:
     def _may_go_ahead(self, chunk: int) -> bool:
         return self._residency.is_absent(chunk) and chunk not in self._flights and not self._not_ahead[chunk]
 
-    def _is_fault(self, chunk: int) -> bool:
+    def _is_urgent(self, chunk: int) -> bool:
         key = self._queue.key(chunk)
-        return key is not None and key.want == Want.FAULT and self._residency.is_absent(chunk)
+        return key is not None and key.want <= Want.WINDOW and self._residency.is_absent(chunk)
 
     def _is_wanted(self, chunk: int) -> bool:
         if chunk in self._queue:
-            return not self._is_fault(chunk) and self._residency.is_absent(chunk)
+            return not self._is_urgent(chunk) and self._residency.is_absent(chunk)
         return self._ahead and self._may_go_ahead(chunk)
 
     # Fetches
 
-    def _start_fetch(self, plan: GetPlan, *, demand: bool, fault: bool) -> None:
+    def _start_fetch(self, plan: GetPlan, want: Want, *, demand: bool) -> None:
         assert self._nursery is not None
-        progress = fetching.Progress(received=plan.start)
-        flights = [self._flights.setdefault(frame.chunk, Flight(frame.chunk, Want.AHEAD)) for frame in plan.frames]
+        now_s = trio.current_time()
+        get = Get(plan, Progress(received=plan.start), want, demand, began_s=now_s, moved_s=now_s, moved_to=plan.start)
+        flights = [self._flights.setdefault(frame.chunk, Flight(frame.chunk, want)) for frame in plan.frames]
+        get.is_second = flights[0].fetches > 0
         for flight in flights:
             flight.fetches += 1
-            flight.progress = progress
+            flight.get = get
             self._queue.remove(flight.chunk)
         self._accountant.take(plan.raw_bytes + plan.transit_bytes)
         if demand:
             self._accountant.start_demand()
-        if fault:
-            self._faults_running += 1
-        else:
-            self._background_running += 1
-        self._running.add(progress)
-        self._nursery.start_soon(self._run_fetch, plan, flights, progress, demand, fault)
+        if not get.is_urgent:
+            self.limit.started(now_s)
+        self._gets.add(get)
+        self._nursery.start_soon(self._run_fetch, get, flights)
 
-    async def _run_fetch(
-        self, plan: GetPlan, flights: list[Flight], progress: fetching.Progress, demand: bool, fault: bool
-    ) -> None:
+    async def _run_fetch(self, get: Get, flights: list[Flight]) -> None:
         token = trio.lowlevel.current_trio_token()
+        plan, progress = get.plan, get.progress
         left = {frame.chunk: frame.length for frame in plan.frames}
 
+        arrived: deque[tuple[int, Buffer]] = deque()
+        is_told = False
+
         def deliver(frame: FrameSpan, data: Buffer) -> None:
-            try:
-                token.run_sync_soon(self._delivered, frame.chunk, data, left)
-            except trio.RunFinishedError:
-                progress.stop = True
+            """Hand a chunk to the Trio thread; several that come before it looks cost one wake-up."""
+            nonlocal is_told
+            arrived.append((frame.chunk, data))
+            if not is_told:
+                is_told = True
+                try:
+                    token.run_sync_soon(take)
+                except trio.RunFinishedError:
+                    progress.stop = True
+
+        def take() -> None:
+            nonlocal is_told
+            is_told = False  # first: what is appended from now on is seen below, or told again
+            self._delivered(arrived, left)
 
         failure: StoreError | None = None
         try:
@@ -288,26 +403,33 @@ class Scheduler:
             failure = StoreError(StoreErrorKind.FORBIDDEN, self._packs[plan.pack].key, f"internal error: {error!r}")
         finally:
             progress.stop = True
-            self._running.discard(progress)
+            self._gets.discard(get)
+            if not len(self._gets):
+                self._stats.release_gaps.pause()
             missing = [flight for flight in flights if flight.chunk in left]
             self._accountant.give(sum(left.values()) + plan.transit_bytes)
             left.clear()  # an abandoned thread may still deliver: nothing is accounted for it any more
-            if demand:
+            if get.demand:
                 self._accountant.end_demand()
-            if fault:
-                self._faults_running -= 1
-            else:
-                self._background_running -= 1
-            self._note_fetch(plan, progress)
-        if failure is None:
-            self._ahead_failures = 0
-        else:
+            self._note_get(get, failure)
+        if failure is not None:
             self._failed(missing, failure)
+        else:  # or stopped, since other GETs had brought all of it
+            self._ahead_failures = 0
         self.kick()
 
-    def _delivered(self, chunk: int, data: Buffer, left: dict[int, int]) -> None:
-        if left.pop(chunk, None) is None:  # the fetch was abandoned
-            return
+    def _delivered(self, arrived: deque[tuple[int, Buffer]], left: dict[int, int]) -> None:
+        """Take verified chunks of one GET; `left` is what its fetch has still to bring."""
+        now_s = trio.current_time()
+        while arrived:
+            chunk, data = arrived.popleft()
+            if left.pop(chunk, None) is not None:  # else the fetch was abandoned
+                self._take_chunk(chunk, data, now_s)
+        total_bytes = self._stats.origin_bytes + self._gets.arrived_bytes
+        self.limit.received(total_bytes, now_s, is_full=self._limit_binds)
+        self.kick()  # less is outstanding now
+
+    def _take_chunk(self, chunk: int, data: Buffer, now_s: float) -> None:
         flight = self._flights.pop(chunk, None)
         self._queue.remove(chunk)
         self._stats.fetched_chunks += 1
@@ -322,15 +444,64 @@ class Scheduler:
             _arrive(flight, data)
             if flight.readers:
                 self._residency.touched(chunk)
+        self._stats.release_gaps.released(now_s)
+        if self._recorder is not None:
+            self._recorder.released(now_s, len(data))
 
-    def _note_fetch(self, plan: GetPlan, progress: fetching.Progress) -> None:
+    def _note_get(self, get: Get, failure: StoreError | None) -> None:
+        plan, progress = get.plan, get.progress
         self._stats.origin_bytes += progress.origin_bytes
         self._stats.origin_requests += progress.requests
-        flowing_s = progress.took_s - progress.first_byte_s
-        if progress.took_s and progress.first_byte_s:
-            self._round_trip_s = _smooth(self._round_trip_s, progress.first_byte_s)
-            if flowing_s > 0 and progress.origin_bytes >= 256 << 10:
-                self._bytes_per_s = _smooth(self._bytes_per_s, progress.origin_bytes / flowing_s)
+        if progress.first_byte_s:
+            self.limit.first_byte(progress.first_byte_s)
+        if self._recorder is not None:
+            self._recorder.get(
+                plan.pack,
+                get.want,
+                None if failure is None else failure.store_kind,
+                start=plan.start,
+                end=plan.end,
+                began_s=get.began_s,
+                first_byte_s=progress.first_byte_s,
+                took_s=trio.current_time() - get.began_s,
+                requests=progress.requests,
+                origin_bytes=progress.origin_bytes,
+            )
+
+    async def _watch(self) -> None:
+        """Ask a second time for what a GET that stands still should have brought."""
+        while True:
+            await trio.sleep(_WATCH_S)
+            if not len(self._gets):
+                await self._kicked.wait()
+                continue
+            slow = self._gets.standing_still(
+                trio.current_time(), bytes_per_s=self.limit.bytes_per_s, round_trip_s=self.limit.round_trip_s
+            )
+            for get in slow:
+                self._try_twice(get)
+            for get in self._gets:
+                if get.tried_twice and not self._missing_of(get):
+                    get.progress.stop = True
+
+    def _missing_of(self, get: Get) -> list[Flight]:
+        flights = [self._flights.get(frame.chunk) for frame in get.plan.frames]
+        return [flight for flight in flights if flight is not None]
+
+    def _try_twice(self, get: Get) -> None:
+        missing = self._missing_of(get)
+        if not missing:
+            return
+        get.tried_twice = True
+        log.info("asking a second time for what a slow request should have brought", chunks=len(missing))
+        self._stats.second_tries += 1
+        if self._recorder is not None:
+            self._recorder.event(trio.current_time(), "second-try", f"{len(missing)} chunks of a GET that stands still")
+        for flight in missing:
+            if flight.get is get and flight.chunk not in self._queue:
+                self._arrivals += 1
+                self._queue.push(flight.chunk, Key(flight.want, self._arrivals))
+        self.kick()
 
     # Failures
 
@@ -340,6 +511,8 @@ class Scheduler:
         self._stats.store_failures[kind] = self._stats.store_failures.get(kind, 0) + 1
         log.info("fetch failed", kind=kind.value, error=str(error), chunks=len(flights))
         now_s = trio.current_time()
+        if kind == StoreErrorKind.THROTTLED:
+            self.limit.throttled(now_s)
         jitter = random.random()  # one for all chunks of a fetch, so that they come back as one
         again: dict[float, list[int]] = {}
         for position, flight in enumerate(flights):
@@ -375,7 +548,8 @@ class Scheduler:
             self._not_ahead[chunk] = 1
             return
         self._ahead_cursor = min(self._ahead_cursor, chunk)
-        if not self._ahead_paused:
+        # What the store asks for when it is asked too often is another pace, and that is kept anyway.
+        if not self._ahead_paused and kind != StoreErrorKind.THROTTLED:
             self._ahead_paused = True
             self._later(BACKOFF.delay_s(self._ahead_failures, random.random()), self._resume_ahead, [])
             self._ahead_failures += 1
@@ -397,7 +571,7 @@ class Scheduler:
     def _fail(self, flight: Flight, error: StreamdError) -> None:
         log.error("reads fail", chunk=flight.chunk, reads=len(flight.readers), error=str(error))
         del self._flights[flight.chunk]
-        for reader in flight.readers:
+        for reader in list(flight.readers):
             reader.fail(ReadFailed(str(error)))
 
     def _later(self, delay_s: float, act: Callable[[list[int]], None], chunks: list[int]) -> None:
@@ -412,7 +586,7 @@ class Scheduler:
 
     # Cached chunks of a former life
 
-    def _start_check(self, first: int) -> bool:
+    def _start_check(self, first: int, want: Want) -> bool:
         assert self._nursery is not None
         chunks = [first]
         for chunk in range(first + 1, min(first + CHECK_CHUNKS, len(self._layout))):
@@ -420,13 +594,15 @@ class Scheduler:
                 break
             chunks.append(chunk)
         for chunk in chunks:
-            flight = self._flights.setdefault(chunk, Flight(chunk, Want.AHEAD))
+            flight = self._flights.setdefault(chunk, Flight(chunk, want))
             flight.fetches += 1
             self._queue.remove(chunk)
-        self._nursery.start_soon(self._run_check, chunks)
+        is_asked = want in (Want.FAULT, Want.STREAM)
+        self._hot_checks += not is_asked
+        self._nursery.start_soon(self._run_check, chunks, is_asked)
         return True
 
-    async def _run_check(self, chunks: list[int]) -> None:
+    async def _run_check(self, chunks: list[int], is_asked: bool) -> None:
         found: dict[int, Buffer | None] = {}
         with trio.move_on_after(CACHE_TIMEOUT_S) as scope:
             try:
@@ -437,6 +613,7 @@ class Scheduler:
                 self._residency.lose_cache(str(error))
         if scope.cancelled_caught:
             self._residency.lose_cache(f"a read took longer than {CACHE_TIMEOUT_S} s")
+        self._hot_checks -= not is_asked
         for chunk in chunks:
             flight = self._flights.pop(chunk)
             data = found.get(chunk)
@@ -473,9 +650,5 @@ _PASSING = (StoreErrorKind.TRANSIENT, StoreErrorKind.THROTTLED, StoreErrorKind.C
 
 
 def _arrive(flight: Flight, data: Buffer) -> None:
-    for reader in flight.readers:
+    for reader in list(flight.readers):  # which may go on, and want more
         reader.arrive(flight.chunk, data)
-
-
-def _smooth(old: float, new: float) -> float:
-    return new if not old else 0.8 * old + 0.2 * new

@@ -1,5 +1,6 @@
 """What a served image counts, as `streamd status` shows it. Plain numbers, changed by the Trio thread only."""
 
+import math
 from dataclasses import dataclass, field
 
 from streamd.serve.order import Want
@@ -25,6 +26,41 @@ class Waits:
             self.longest_s = max(self.longest_s, wait_s)
 
 
+class ReleaseGaps:
+    """Times between two chunk releases, as a histogram whose steps are 10 % apart.
+
+    A gap counts while something is under way from the store without a break.
+    """
+
+    _LEAST_S = 1e-5
+    _STEP = math.log(1.1)
+
+    def __init__(self) -> None:
+        self._counts = [0] * 180  # up to 5 minutes
+        self._last_s: float | None = None
+
+    def released(self, at_s: float) -> None:
+        """Note a release."""
+        if self._last_s is not None:
+            gap_s = max(at_s - self._last_s, self._LEAST_S)
+            step = int(math.log(gap_s / self._LEAST_S) / self._STEP)
+            self._counts[min(step, len(self._counts) - 1)] += 1
+        self._last_s = at_s
+
+    def pause(self) -> None:
+        """Note that nothing is under way any more."""
+        self._last_s = None
+
+    def quantile_s(self, share: float) -> float:
+        """Give the gap below which that share of them lie, up to 10 % too large; 0 when there are none."""
+        left = share * sum(self._counts)
+        for step, count in enumerate(self._counts):
+            left -= count
+            if count and left <= 0:
+                return self._LEAST_S * math.exp((step + 1) * self._STEP)
+        return 0.0
+
+
 @dataclass(slots=True)
 class ServeStats:
     """Counters of one mount's life."""
@@ -34,6 +70,7 @@ class ServeStats:
     fetched_chunks: int = 0
     fetched_bytes: int = 0  # their bytes, decoded
     duplicate_chunks: int = 0  # came twice, since a fault did not wait for the fetch under way
+    second_tries: int = 0  # GETs that were asked for again, since they stood still
     store_failures: dict[str, int] = field(default_factory=dict)
     cache_hits_verified: int = 0  # cached chunks of a former life that were right
     cache_corrupt: int = 0  # and that were not, and were fetched again
@@ -41,4 +78,5 @@ class ServeStats:
     cache_dropped_chunks: int = 0  # left memory uncached: the disk fell behind, or the limit was reached
     cache_failure: str | None = None  # why caching ended
     failed_reads: int = 0
+    release_gaps: ReleaseGaps = field(default_factory=ReleaseGaps)
     classes: dict[Want, Waits] = field(default_factory=lambda: {want: Waits() for want in Want})

@@ -8,10 +8,11 @@ import trio
 
 from bench.faults import FaultyStore
 from bench.images import make_image
-from streamd.config import Config, FetchConfig, PolicyConfig
+from streamd.config import Config, FetchConfig, PolicyConfig, Prefetch
 from streamd.save.push import PushOptions, push
+from streamd.serve.cache_directory import open_cache
 from streamd.serve.image import ServedImage
-from streamd.serve.node_cache import NodeCache, open_cache
+from streamd.serve.node_cache import NodeCache
 from streamd.serve.plan import Layout
 from streamd.store.catalog import Pinned, open_snapshot
 from streamd.store.opening import open_store
@@ -52,7 +53,7 @@ class Saved:
                 memory_max_bytes=memory_max_bytes,
             ),
             cache=cache,
-            ahead=ahead,
+            prefetch=Prefetch.ALL if ahead else Prefetch.NONE,
             run_blocking=run_inline if inline else trio.to_thread.run_sync,
         )
 

@@ -3,7 +3,8 @@
 from typing import Any
 
 from bench.faults import Cut, Fault, FaultyStore
-from streamd.serve.fetch import Progress, fetch
+from streamd.serve.fetch import fetch
+from streamd.serve.gets import Progress
 from streamd.serve.plan import FrameSpan, Layout
 from streamd.store.port import Buffer
 

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from bench.faults import Cut, Fail, Fault, FaultyStore, Hang
 from streamd.config import FetchConfig
 from streamd.errors import StoreErrorKind
+from streamd.serve.cache_directory import open_cache
 from streamd.serve.handles import Handle, Opener, ReadFailed
 from streamd.serve.image import ServedImage
-from streamd.serve.node_cache import open_cache
 from streamd.serve.order import Want
 from streamd.serve.plan import Layout
 from streamd.serve.policy import COURSES, Course
@@ -251,8 +251,7 @@ def test_a_fault_is_fetched_before_the_stream_that_waits(saved: Any) -> None:
         async with running(image) as handle:
             # Without a hole of 32 MiB no read of a 4 MiB image is a fault: the class is given.
             async def one(offset: int, want: Want) -> None:
-                base = image.files["pages.img"].base
-                await image._answer(handle, base + offset, base + offset + KIB, want)
+                await image._read_as(handle, offset, offset + KIB, want)
                 order.append(want.name)
 
             offsets = [first_stored(image, from_chunk=c) for c in range(0, 200, 9)]

@@ -29,23 +29,10 @@ class QueueMachine(RuleBasedStateMachine):
         self.subject.remove(chunk)
         self.model.pop(chunk, None)
 
-    @rule()
-    def first_of_all(self) -> None:
-        best = min(((key, chunk) for chunk, key in self.model.items()), default=None)
-        assert self.subject.first(lambda _: True) == (None if best is None else (best[1], best[0]))
-
-    @rule()
-    def first_while_faults_have_no_capacity(self) -> None:
-        rest = ((key, chunk) for chunk, key in self.model.items() if key.want != Want.FAULT)
-        best = min(rest, default=None)
-        assert self.subject.first(lambda want: want != Want.FAULT) == (None if best is None else (best[1], best[0]))
-
-    @rule()
-    def nothing_passes_a_class_that_has_no_capacity(self) -> None:
-        best = min(((key, chunk) for chunk, key in self.model.items()), default=None)
-        allowed = self.subject.first(lambda want: want in (Want.FAULT, Want.AHEAD))
-        if best is not None and best[0].want in (Want.HOT, Want.STREAM):
-            assert allowed is None
+    @rule(want=wants)
+    def first_of_a_class(self, want: Want) -> None:
+        best = min(((key.rank, chunk) for chunk, key in self.model.items() if key.want == want), default=None)
+        assert self.subject.first(want) == (None if best is None else best[1])
 
     @invariant()
     def same_members(self) -> None:
