@@ -284,7 +284,7 @@ class Mounts:
         for mount in self._live:
             mount.end()
         for entry in mountinfo.read():  # of commands that were run in the background
-            if entry.filesystem == mounting.FILESYSTEM and entry.mountpoint.startswith(f"{self.base}/"):
+            if mounting.is_own(entry) and entry.mountpoint.startswith(f"{self.base}/"):
                 with contextlib.suppress(Exception):
                     MountClient(self.run_directory, entry.mountpoint).umount(force=True)
                 mounting.abort(entry.mountpoint, entry.device)

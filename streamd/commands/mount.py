@@ -11,11 +11,12 @@ import click
 
 from streamd.commands.invocation import Invocation, json_option, store_timeout_option
 from streamd.commands.output import print_json, printable
-from streamd.config import Config, disk_bytes, parse_size
-from streamd.daemon.options import PREFETCH_MODES, MountOptions
+from streamd.config import Config, Prefetch, disk_bytes, parse_size
+from streamd.daemon.options import MountOptions
 from streamd.errors import StreamdError
 
 if TYPE_CHECKING:
+    from streamd.daemon.background import ReadyPipe
     from streamd.daemon.control_client import MountClient
 
 # On top of the store's time-out: starting an interpreter on a busy node, reading the two small files.
@@ -30,10 +31,15 @@ _START_WAIT_S = 60.0
 @click.option("--no-cache", is_flag=True, help="Keep nothing on disk.")
 @click.option(
     "--prefetch",
-    type=click.Choice(PREFETCH_MODES),
-    default="all",
+    type=click.Choice([mode.value for mode in Prefetch]),
+    default=Prefetch.ALL.value,
     show_default=True,
-    help="What is fetched before it is read: nothing, or all of it, behind whatever is read.",
+    help="What is fetched before it is read: nothing; what earlier restores waited for; or that, and then all of it.",
+)
+@click.option(
+    "--no-warm",
+    is_flag=True,
+    help="Serve also when the whole snapshot is on the node; else its files there are mounted themselves, read-only.",
 )
 @click.option(
     "--foreground",
@@ -41,7 +47,6 @@ _START_WAIT_S = 60.0
     help="Serve in this process, log to stderr, until SIGTERM or Ctrl-C: the first waits for open files, up to 10 s,"
     " the second fails their reads.",
 )
-@click.option("--ready-fd", type=int, hidden=True)
 @store_timeout_option
 @json_option
 @click.pass_obj
@@ -53,8 +58,8 @@ def command(
     cache_max: str | None,
     no_cache: bool,
     prefetch: str,
+    no_warm: bool,
     foreground: bool,
-    ready_fd: int | None,
     store_timeout_s: float,
     as_json: bool,
 ) -> None:
@@ -80,18 +85,19 @@ def command(
         mountpoint=mount_paths.resolve(mountpoint),
         cache_dir=config.cache.directory,
         cache_max_bytes=config.cache.max_bytes,
-        prefetch=prefetch,
+        prefetch=Prefetch(prefetch),
         config=config,
         store_timeout_s=store_timeout_s,
+        warm=not no_warm,
     )
-    if foreground or ready_fd is not None:
-        _serve(options, ready_fd=ready_fd, as_json=as_json)
+    if foreground:
+        _serve(options, pipe=None, as_json=as_json)
         return
     # Said at once, without the price of a process; the process looks again.
     client = MountClient(config.run_directory, options.mountpoint)
     with mounting.check(options.mountpoint, server_lives=lambda _: client.is_served()):
         pass
-    _start(invocation, options, client, as_json=as_json)
+    _start(options, client, as_json=as_json)
 
 
 def _with_flags(config: Config, cache_dir: Path | None, cache_max: str | None, no_cache: bool) -> Config:
@@ -114,19 +120,17 @@ def _with_flags(config: Config, cache_dir: Path | None, cache_max: str | None, n
     return replace(config, cache=cache)
 
 
-def _serve(options: MountOptions, *, ready_fd: int | None, as_json: bool) -> None:
+def _serve(options: MountOptions, *, pipe: "ReadyPipe | None", as_json: bool) -> None:
     """Serve in this process, and report as this process was asked to: over the pipe, or on stdout."""
-    from streamd.daemon.background import ReadyPipe, log_path
+    from streamd.daemon.background import log_path
     from streamd.daemon.mounted import run_mount
     from streamd.daemon.relay import single_error
     from streamd.logs import BoundedLog, configure
 
-    pipe = None
-    if ready_fd is None:
+    if pipe is None:
         configure(options.config.log_level)
     else:
-        pipe = ReadyPipe(ready_fd)
-        # Opened by the parent already, which holds the directory's rights.
+        # Opened already, before the fork, by who holds the directory's rights.
         log = BoundedLog(log_path(options.config.log_directory, options.mountpoint), take_over_stdio=True)
         configure(options.config.log_level, log=log)
 
@@ -152,20 +156,22 @@ def _serve(options: MountOptions, *, ready_fd: int | None, as_json: bool) -> Non
         raise
 
 
-def _start(invocation: Invocation, options: MountOptions, client: "MountClient", *, as_json: bool) -> None:
-    """Serve in a process in the background; return when it serves."""
-    from streamd.daemon.background import log_path, start
+def _start(options: MountOptions, client: "MountClient", *, as_json: bool) -> None:
+    """Serve in a process in the background; return when it serves. Also returns in that process, at its end."""
+    from streamd.daemon.background import ReadyPipe, log_path, start
     from streamd.fuse import mounting
 
     log = log_path(options.config.log_directory, options.mountpoint)
-    wait_s = options.store_timeout_s + _START_WAIT_S
     try:
-        started = start(lambda fd: _arguments(invocation, options, ready_fd=fd), log=log, wait_s=wait_s)
+        started = start(log=log, wait_s=options.store_timeout_s + _START_WAIT_S)
     except BaseException:
         # The process has ended; one that had to be killed could not unmount.
         with suppress(StreamdError):
             mounting.clean_stale(options.mountpoint, server_lives=lambda _: client.is_served())
         raise
+    if isinstance(started, ReadyPipe):
+        _serve(options, pipe=started, as_json=False)
+        return
     if as_json:
         facts: dict[str, object] = {"mountpoint": options.mountpoint, "pid": started.pid, "log": str(started.log_path)}
         print_json(started.ready | facts)
@@ -181,18 +187,3 @@ def _warn(facts: dict[str, object]) -> None:
     if facts.get("cache_problem"):
         reason = printable(facts["cache_problem"])
         click.echo(f"warning: nothing is kept on disk, the mount serves from memory: {reason}", err=True)
-
-
-def _arguments(invocation: Invocation, options: MountOptions, *, ready_fd: int) -> list[str]:
-    """Write the command line of the process that serves: everything decided, all paths absolute."""
-    arguments = ["--log-level", options.config.log_level]
-    if invocation.config_path is not None:
-        arguments += ["--config", os.path.abspath(invocation.config_path)]
-    arguments += ["mount", "--prefetch", options.prefetch, "--store-timeout", f"{options.store_timeout_s}s"]
-    if options.cache_dir is None:
-        arguments += ["--no-cache"]
-    else:
-        arguments += ["--cache-dir", str(options.cache_dir)]
-        if options.cache_max_bytes is not None:
-            arguments += ["--cache-max", str(options.cache_max_bytes)]
-    return [*arguments, "--ready-fd", str(ready_fd), "--", options.snapshot_url, options.mountpoint]

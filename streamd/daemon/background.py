@@ -1,9 +1,10 @@
 """How `mount` goes to the background: a new process that says over a pipe that it serves, or why it can't.
 
-The child is started fresh (no fork of a process that has threads and clients), in its own session, with its output in
-the log. It writes one JSON line to the pipe: `{"ready": {…}}` or `{"error": {…}}`; the parent returns, or ends with the
-same message and exit code. The pipe ties them together until then: when the parent is gone the child's line can't be
-written, and it unmounts and ends, since whoever wanted the mount believes that it failed.
+The child is a fork of the command, which has looked at its arguments and has neither threads nor clients yet: a fresh
+interpreter would take 0.2 s to come as far. It gets its own session, and its output goes to the log. It writes one JSON
+line to the pipe: `{"ready": {…}}` or `{"error": {…}}`; the parent returns, or ends with the same message and exit code.
+The pipe ties them together until then: when the parent is gone the child's line can't be written, and it unmounts and
+ends, since whoever wanted the mount believes that it failed.
 """
 
 import hashlib
@@ -11,16 +12,13 @@ import json
 import os
 import re
 import select
-import site
-import subprocess
+import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-import streamd
 from streamd.daemon.relay import error_record, relayed
 from streamd.errors import NotPermitted, StreamdError
 
@@ -44,7 +42,6 @@ class ReadyPipe:
     """The child's end."""
 
     def __init__(self, fd: int) -> None:
-        os.set_inheritable(fd, False)
         self._fd = fd
 
     def ready(self, facts: dict[str, object]) -> None:
@@ -73,11 +70,40 @@ def log_path(directory: Path, mountpoint: str) -> Path:
     return directory / f"{readable}-{hashlib.sha256(os.fsencode(mountpoint)).hexdigest()[:6]}.log"
 
 
-def start(arguments: Callable[[int], Sequence[str]], *, log: Path, wait_s: float) -> Started:
-    """Run `streamd` in the background and wait until it serves; `arguments` are given the pipe's descriptor.
+class Child:
+    """A forked process, to wait for within a time; `returncode` is as subprocess gives it, None while it runs."""
 
-    The child is ended when it isn't ready within `wait_s`, or when this call is interrupted. Raises: the child's error,
-    `StreamdError`, `NotPermitted`.
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.returncode: int | None = None
+        self._pidfd = os.pidfd_open(pid)
+
+    def wait(self, timeout_s: float) -> bool:
+        """Wait for its end; false when it goes on."""
+        if self.returncode is None:
+            poll = select.poll()
+            poll.register(self._pidfd, select.POLLIN)
+            if not poll.poll(timeout_s * 1000):
+                return False
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return True
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Signal it; does nothing once it ended."""
+        if self.returncode is None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def close(self) -> None:
+        """Let go of it; it may go on."""
+        os.close(self._pidfd)
+
+
+def start(*, log: Path, wait_s: float) -> Started | ReadyPipe:
+    """Fork, and wait until the child serves. The child gets the `ReadyPipe`, and returns from here as well.
+
+    The child is ended when it isn't ready within `wait_s`, or when this call is interrupted. Call it before there is
+    any thread. Raises: the child's error, `StreamdError`, `NotPermitted`.
     """
     try:
         log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -89,19 +115,17 @@ def start(arguments: Callable[[int], Sequence[str]], *, log: Path, wait_s: float
     read_fd, write_fd = os.pipe()
     try:
         log_start = os.fstat(log_fd).st_size
-        # -P: a module in the working directory must not be taken for one of ours or of our libraries.
-        child = subprocess.Popen(
-            [sys.executable, "-P", "-m", "streamd.cli", *arguments(write_fd)],
-            stdin=subprocess.DEVNULL,
-            stdout=log_fd,
-            stderr=log_fd,
-            pass_fds=[write_fd],
-            start_new_session=True,
-            umask=0o077,
-            env=_environment(),
-        )
+        sys.stdout.flush()
+        sys.stderr.flush()
+        pid = os.fork()
+        if not pid:
+            pipe_fd = write_fd
+            _leave(log_fd, keep=pipe_fd)
+            read_fd = write_fd = log_fd = -1
+            return ReadyPipe(pipe_fd)
         os.close(write_fd)
         write_fd = -1
+        child = Child(pid)
         try:
             line = _read_line(read_fd, wait_s)
             if line is None:
@@ -110,20 +134,29 @@ def start(arguments: Callable[[int], Sequence[str]], *, log: Path, wait_s: float
         except BaseException:
             _stop(child)
             raise
+        finally:
+            child.close()
     finally:
         for fd in (read_fd, write_fd, log_fd):
             if fd >= 0:
                 os.close(fd)
-    return Started(child.pid, log, ready)
+    return Started(pid, log, ready)
 
 
-def _environment() -> dict[str, str]:
-    """Give an environment in which -P finds the package that runs now, also when that is a checkout's."""
-    root = str(Path(streamd.__file__).resolve().parents[1])
-    if root in site.getsitepackages():
-        return dict(os.environ)
-    others = os.environ.get("PYTHONPATH")
-    return os.environ | {"PYTHONPATH": f"{root}{os.pathsep}{others}" if others else root}
+def _leave(log_fd: int, *, keep: int) -> None:
+    """Make this forked process one of its own: session, umask, descriptors. Whoever called the command may wait for the
+    end of any that it was given."""
+    os.setsid()
+    os.umask(0o077)
+    null_fd = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+    os.dup2(null_fd, 0)
+    os.close(null_fd)
+    os.dup2(log_fd, 1)
+    os.dup2(log_fd, 2)
+    for name in os.listdir("/proc/self/fd"):
+        if (fd := int(name)) > 2 and fd != keep:
+            with suppress(OSError):  # that of the listing itself
+                os.close(fd)
 
 
 def _read_line(fd: int, wait_s: float) -> bytes | None:
@@ -143,7 +176,7 @@ def _read_line(fd: int, wait_s: float) -> bytes | None:
     return received
 
 
-def _ready(child: "subprocess.Popen[bytes]", line: bytes, log: Path, log_start: int) -> dict[str, object]:
+def _ready(child: Child, line: bytes, log: Path, log_start: int) -> dict[str, object]:
     """Give what the child reported. Raises: its error, or one that tells how it ended."""
     try:
         message = json.loads(line) if line else None
@@ -153,10 +186,10 @@ def _ready(child: "subprocess.Popen[bytes]", line: bytes, log: Path, log_start: 
         case {"ready": dict(facts)}:
             return facts
         case {"error": record}:
-            _wait(child)
+            child.wait(_STOP_WAIT_S)
             raise relayed(record)
         case _:
-            _wait(child)
+            child.wait(_STOP_WAIT_S)
             raise StreamdError(_obituary(child.returncode, log, log_start))
 
 
@@ -178,15 +211,9 @@ def _obituary(returncode: int | None, log: Path, log_start: int) -> str:
     return f"the mount process {how} before it served; {said}"
 
 
-def _wait(child: "subprocess.Popen[bytes]") -> bool:
-    with suppress(subprocess.TimeoutExpired):
-        child.wait(_STOP_WAIT_S)
-    return child.returncode is not None
-
-
-def _stop(child: "subprocess.Popen[bytes]") -> None:
+def _stop(child: Child) -> None:
     """End the child: SIGTERM, so that it unmounts, and SIGKILL when that takes too long. Does nothing once it ended."""
-    child.terminate()
-    if not _wait(child):
-        child.kill()
-        child.wait()
+    child.send_signal(signal.SIGTERM)
+    if not child.wait(_STOP_WAIT_S):
+        child.send_signal(signal.SIGKILL)
+        child.wait(_STOP_WAIT_S)

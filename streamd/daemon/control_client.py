@@ -17,8 +17,7 @@ from pathlib import Path
 from streamd.daemon.relay import relayed
 from streamd.daemon.sockets import is_served, socket_path, sockets_directory
 from streamd.errors import NotFound, NotPermitted, StreamdError
-from streamd.fuse import mountinfo
-from streamd.fuse.mounting import FILESYSTEM
+from streamd.fuse import mountinfo, mounting
 
 # Status and fail are answered from memory; ten seconds of silence is a stopped or overloaded process.
 ANSWER_WAIT_S = 10.0
@@ -93,7 +92,7 @@ class MountClient:
             return ask(self.path, request, wait_s=wait_s, then_gone=then_gone)
         except NoServer as error:
             top = mountinfo.topmost(self.mountpoint)
-            if top is not None and top.filesystem == FILESYSTEM:
+            if top is not None and mounting.is_own(top):
                 raise NoServer(f"{self.mountpoint}: its process is dead (streamd umount {self.mountpoint})") from error
             raise NoServer(f"no streamd mount at {self.mountpoint}: no process serves it") from error
         except NoAnswer as error:

@@ -7,40 +7,49 @@ every step is bounded, whatever the store or a disk does.
 
 import os
 import signal
+import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from typing import Any
 
 import structlog
 import trio
 
 from streamd.daemon import allocator, hardening
+from streamd.daemon.caching import open_node_cache, seal_when_whole
 from streamd.daemon.control import ControlSocket, FailSelector, Opener
+from streamd.daemon.learner import Learner
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
+from streamd.daemon.records import RecordKeeper
 from streamd.daemon.sockets import is_served, socket_path
+from streamd.daemon.warm import WarmMount, bind_sealed
 from streamd.errors import NotFound, Refused, StreamdError, Unreachable
-from streamd.fuse import mounting, session
+from streamd.fuse import mounting
 from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mounting import FuseMount
+from streamd.fuse.session import Session
 from streamd.serve.handles import Handle
 from streamd.serve.image import ServedImage
-from streamd.serve.node_cache import CacheUnusable, NodeCache, open_cache
-from streamd.serve.plan import Layout
+from streamd.serve.node_cache import NodeCache
+from streamd.serve.record import RecordedFile, Recorder, RecordHead
+from streamd.snapshot.trace import Sample
 from streamd.store.catalog import Pinned, open_snapshot
 from streamd.store.opening import open_store, split_snapshot_url
 from streamd.store.port import Store
 from streamd.store.retry import retrying
+from streamd.store.traces import LearnedOrder
 
 log = structlog.get_logger()
 
-# A healthy directory opens in milliseconds; a hung one must not keep a pod from starting.
-_CACHE_OPEN_TIMEOUT_S = 5.0
 _MEMORY_LOOK_S = 2.0
 _MEMORY_STEP_BYTES = 32 << 20
 # An unmount or an abort needs nothing of the server; longer than this, and the kernel is stuck.
 _END_TIMEOUT_S = 5.0
+# Of the kernel's time-out for a request: what is left is for noticing it, and for the reply.
+_REQUEST_TIMEOUT_SHARE = 0.75
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# How long the calls that keep the learned order are tried again.
+_LEARN_TIMEOUT_S = 10.0
 # Reads that were failed are answered in milliseconds, 128 of them, too.
 _ANSWER_TIMEOUT_S = 1.0
 
@@ -66,12 +75,33 @@ def run_mount(options: MountOptions, ready: Callable[[dict[str, object]], None])
         store = open_store(store_url)
         try:
             pinned = open_snapshot(retrying(store, deadline_s=options.store_timeout_s), snapshot_id)
-            mount = _Mount(options, directory, store, pinned, control_socket, ready)
-            trio.run(mount.run)
-            if mount.is_interrupted:
+            if trio.run(_serve, options, directory, store, pinned, control_socket, ready):
                 raise KeyboardInterrupt
         finally:
             store.close()
+
+
+async def _serve(
+    options: MountOptions,
+    directory: Mountpoint,
+    store: Store,
+    pinned: Pinned,
+    control_socket: ControlSocket,
+    ready: Callable[[dict[str, object]], None],
+) -> bool:
+    """Serve warm where that can be, else by FUSE; true when SIGINT ended it."""
+    cache, cache_problem = await open_node_cache(options, store, pinned)
+    # A signal between a mount and its receiver would leave a dead mount behind: it waits.
+    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
+    bind = None if cache is None else await bind_sealed(cache, pinned, directory, is_wanted=options.warm)
+    if cache is not None and bind is not None:
+        warm = WarmMount(options, store, pinned, control_socket, ready, cache=cache, bind=bind)
+        await warm.run()
+        return warm.is_interrupted
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+    mount = _Mount(options, directory, store, pinned, control_socket, ready, cache=cache, cache_problem=cache_problem)
+    await mount.run()
+    return mount.is_interrupted
 
 
 class _Mount:
@@ -85,39 +115,59 @@ class _Mount:
         pinned: Pinned,
         control_socket: ControlSocket,
         ready: Callable[[dict[str, object]], None],
+        *,
+        cache: NodeCache | None,
+        cache_problem: str | None,
     ) -> None:
+        self._cache = cache
+        self._cache_problem = cache_problem
         self._options = options
         self._directory = directory
         self._store = store
         self._pinned = pinned
         self._control_socket = control_socket
         self._ready = ready
-        self._cache_problem: str | None = None
         self.is_interrupted = False
         self._image: ServedImage
         self._mount: FuseMount
 
     async def run(self) -> None:
-        cache = await self._open_cache()
+        learner = Learner(LearnedOrder(retrying(self._store, deadline_s=_LEARN_TIMEOUT_S), self._pinned))
+        recorder = Recorder(self._record_head(), origin_s=trio.current_time())
+        records = RecordKeeper(recorder, directory=self._options.config.log_directory / "records")
+
+        def on_sample(sample: Sample) -> None:  # a restore has loaded
+            learner.add(sample)
+            records.write_soon()
+
         self._image = ServedImage(
             self._store,
             self._pinned,
             self._options.config,
-            cache=cache,
-            ahead=self._options.prefetch == "all",
+            cache=self._cache,
+            prefetch=self._options.prefetch,
+            recorder=recorder,
+            on_sample=on_sample,
+            read_limit_s=_read_limit_s(),
         )
         async with trio.open_nursery() as nursery:
             await nursery.start(self._image.run)
-            await self._load_small_files()
+            async with trio.open_nursery() as preparing:
+                preparing.start_soon(self._load_small_files)
+                preparing.start_soon(learner.prepare, self._image)
             # A signal between the mount and its receiver would leave a dead mount behind: it waits.
             signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
             self._mount = mounting.mount(self._directory)
             try:
-                session.begin(self._image, self._mount)
+                session = Session(self._image, self._mount)
                 await nursery.start(self._end_on_signals)
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
                 nursery.start_soon(self._control_socket.serve, self)
                 nursery.start_soon(self._give_memory_back)
+                if self._cache is not None:
+                    nursery.start_soon(seal_when_whole, self._cache, self._pinned, lambda: self._image.is_whole)
+                nursery.start_soon(learner.run)
+                nursery.start_soon(records.run)
                 nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._options.mountpoint)
                 self._ready(self.status())
                 log.info("mount serves", mountpoint=self._options.mountpoint, snapshot=self._options.snapshot_url)
@@ -125,35 +175,31 @@ class _Mount:
             finally:
                 mounting.abort(self._mount.mountpoint, self._mount.device)
                 self._image.fail(_every, "the mount is going away")
+                self._image.learn()
                 nursery.cancel_scope.cancel()
         session.end()
-        with suppress(OSError):  # libfuse may have closed it
-            os.close(self._mount.fd)
+        os.close(self._mount.fd)
         log.info("mount ended", mountpoint=self._options.mountpoint)
 
-    async def _open_cache(self) -> NodeCache | None:
-        """Open the node cache, or say why the mount has to do without one. Raises: `Refused` when it is in use."""
-        directory, config = self._options.cache_dir, self._options.config
-        if directory is None:
-            return None
-        owner = f"the mount at {self._options.mountpoint} (pid {os.getpid()})"
-        layout = Layout(self._pinned.manifest.table)
-        place = self._store.url.partition("?")[0]  # whatever link it is behind
-        source = "\n".join([place, *(f"{pack.key} {pack.generation}" for pack in self._pinned.packs)])
-
-        def open_it() -> NodeCache:
-            limit = self._options.cache_max_bytes
-            return open_cache(directory, self._pinned.data, layout, source=source, owner=owner, max_bytes=limit)
-
-        problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
-        with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
-            try:
-                return await trio.to_thread.run_sync(open_it, abandon_on_cancel=True)
-            except CacheUnusable as error:
-                problem = str(error)
-        self._cache_problem = problem
-        log.warning("no cache on disk, serving from memory", reason=problem, memory_max_bytes=config.memory_max_bytes)
-        return None
+    def _record_head(self) -> RecordHead:
+        manifest, options = self._pinned.manifest, self._options
+        base = 0
+        files = []
+        for file in manifest.files:
+            files.append(RecordedFile(file.name, file.size, base))
+            base += file.size
+        return RecordHead(
+            snapshot=manifest.snapshot_id,
+            digest=self._pinned.digest.hex(),
+            snapshot_url=options.snapshot_url,
+            mountpoint=options.mountpoint,
+            pid=os.getpid(),
+            started_s=time.time(),
+            chunk_bytes=manifest.chunk_bytes,
+            stored_bytes=int(manifest.table.frame_bytes.sum()),
+            files=tuple(files),
+            facts={"prefetch": options.prefetch.value, "cache": str(self._cache is not None)},
+        )
 
     async def _load_small_files(self) -> None:
         with trio.move_on_after(self._options.store_timeout_s) as scope:
@@ -238,11 +284,12 @@ class _Mount:
         """Describe the mount (README: status)."""
         mount: dict[str, Any] = {
             "mountpoint": self._options.mountpoint,
+            "mode": "fuse",
             "pid": os.getpid(),
             "snapshot_url": self._options.snapshot_url,
             "cache_dir": str(self._options.cache_dir) if self._options.cache_dir else None,
             "cache_problem": self._cache_problem,
-            "prefetch": self._options.prefetch,
+            "prefetch": self._options.prefetch.value,
         }
         return mount | self._image.status()
 
@@ -275,6 +322,20 @@ class _Mount:
                 if not open_handles:  # nobody loses a read, and anyone can hold a directory for ever
                     await self._abort()
         return [Opener(h.number, h.file_name, h.opener.pid, h.opener.command, h.opener.container) for h in open_handles]
+
+
+def _read_limit_s() -> float | None:
+    """Say when reads are to fail, since the kernel would end the mount, and all its sandboxes, soon after."""
+    timeout_s = mounting.request_timeout_s()
+    if timeout_s is None:
+        return None
+    limit_s = _REQUEST_TIMEOUT_SHARE * timeout_s
+    log.warning(
+        "the kernel ends mounts whose requests wait (fs.fuse.*_request_timeout): reads that wait are failed first",
+        request_timeout_s=timeout_s,
+        read_limit_s=limit_s,
+    )
+    return limit_s
 
 
 def _every(_: Handle) -> bool:

@@ -3,9 +3,7 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from streamd.config import Config
-
-PREFETCH_MODES = ("none", "all")
+from streamd.config import Config, Prefetch
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,14 +11,16 @@ class MountOptions:
     """One mount.
 
     `mountpoint` is absolute, and resolved (`fuse.mount_paths.resolve`). `cache_dir` None: no cache on disk.
-    `cache_max_bytes` None: the node cache's own rule. `prefetch` is one of `PREFETCH_MODES`. `store_timeout_s` bounds
+    `cache_max_bytes` None: the node cache's own rule. `store_timeout_s` bounds
     how long the store may be unreachable before the mount serves; after that, reads wait by `config.policy`.
+    `warm`: sealed files of the cache may be mounted themselves (`daemon.warm`).
     """
 
     snapshot_url: str
     mountpoint: str
     cache_dir: Path | None
     cache_max_bytes: int | None
-    prefetch: str
+    prefetch: Prefetch
     config: Config
     store_timeout_s: float
+    warm: bool = True

@@ -39,7 +39,7 @@ def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
     mountpoint = mount_paths.resolve(path)
     client = MountClient(run_directory, mountpoint)
     top = mountinfo.topmost(mountpoint)
-    is_ours = top is not None and top.filesystem == mounting.FILESYSTEM
+    is_ours = top is not None and mounting.is_own(top)
     try:
         client.umount(force=force)
     except NoServer:

@@ -10,10 +10,14 @@ _ESCAPE = re.compile(r"\\([0-7]{3})")
 
 @dataclass(frozen=True, slots=True)
 class MountEntry:
-    """One line. `options` are the mount's own (`ro`, `nosuid`, …), `super_options` the file system's."""
+    """One line. `options` are the mount's own (`ro`, `nosuid`, …), `super_options` the file system's.
+
+    `root` is the directory of the file system that the mount shows: `/` but for binds.
+    """
 
     mount_id: int
     device: tuple[int, int]  # major, minor
+    root: str
     mountpoint: str
     options: frozenset[str]
     filesystem: str
@@ -46,6 +50,7 @@ def parse(lines: Iterable[str]) -> list[MountEntry]:
             MountEntry(
                 mount_id=int(left[0]),
                 device=(int(major), int(minor)),
+                root=unescape(left[3]),
                 mountpoint=unescape(left[4]),
                 options=frozenset(left[5].split(",")),
                 filesystem=unescape(right[0]),
@@ -76,7 +81,10 @@ def with_id(mount_id: int) -> MountEntry | None:
     return next((entry for entry in read() if entry.mount_id == mount_id), None)
 
 
-def id_of(fd: int) -> int:
-    """Give the id of the mount that an open file or directory is on, without asking its file system."""
-    with open(f"/proc/self/fdinfo/{fd}", encoding="ascii") as facts:
+def id_of(fd: int | str, process: int | str = "self") -> int:
+    """Give the id of the mount that an open file or directory is on, without asking its file system. Raises: OSError.
+
+    `fd` is a descriptor of `process`.
+    """
+    with open(f"/proc/{process}/fdinfo/{fd}", encoding="ascii") as facts:
         return next(int(line.split()[1]) for line in facts if line.startswith("mnt_id:"))

@@ -10,7 +10,8 @@ directory, `mount` puts the mount on what was opened and undoes it when that is 
 opens the directory above, and looks whether the mount in it is the one that is meant. (They can still move a mount.)
 
 Unmounting has two strengths. `unmount` gives up when a file is open. `abort` ends the connection: every waiting read
-fails, then the mount is detached. Only mounts of our own type are ever taken away.
+fails, then the mount is detached. Only mounts of our own type, and binds of ours (`binding`), are ever taken away; who
+has a file of a bind open when it is detached reads on, since no server is needed.
 """
 
 import errno
@@ -18,12 +19,12 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 from streamd.errors import NotFound, NotPermitted, Refused, StreamdError
-from streamd.fuse import mount_calls, mountinfo
+from streamd.fuse import binding, mount_calls, mountinfo
 from streamd.fuse.mount_paths import Mountpoint, open_mountpoint, path_error
 from streamd.fuse.mountinfo import MountEntry
 
@@ -53,6 +54,8 @@ _EXPECTED_OPTIONS = frozenset({"ro", "nosuid", "nodev", "noexec"})
 _EXPECTED_SUPER_OPTIONS = frozenset({"user_id=0", "group_id=0", "allow_other", "default_permissions"})
 
 _CONNECTIONS = Path("/sys/fs/fuse/connections")
+_SYSCTLS = Path("/proc/sys/fs/fuse")
+_LEAST_REQUEST_TIMEOUT_S = 15.0  # FUSE_TIMEOUT_TIMER_FREQ: how often the kernel looks
 # A dead connection answers at once; a living server of ours answers statfs from memory.
 _PROBE_S = 2.0
 
@@ -71,15 +74,33 @@ class FuseMount:
         return self.device[1]
 
 
+def request_timeout_s() -> float | None:
+    """Give how long the kernel lets a request of a new mount wait before it ends that mount; None: for ever.
+
+    Linux 6.15 and later, for servers that ask for nothing themselves (fs/fuse/inode.c, `init_server_timeout`).
+    """
+    limits = []
+    for name in ("default_request_timeout", "max_request_timeout"):
+        with suppress(OSError, ValueError):
+            limits.append(int((_SYSCTLS / name).read_text()))
+    limits = [limit for limit in limits if limit]
+    return max(_LEAST_REQUEST_TIMEOUT_S, min(limits)) if limits else None
+
+
 def require_root() -> None:
     """Raise `NotPermitted` when this process can't mount."""
     if os.geteuid() != 0:
         raise NotPermitted("mount needs root: run it with sudo")
 
 
+def is_own(entry: MountEntry) -> bool:
+    """Whether a mount is one of ours: a FUSE mount, or a bind of sealed files."""
+    return entry.filesystem == FILESYSTEM or binding.is_bind(entry)
+
+
 def own_mountpoints() -> list[str]:
     """Give where mounts of ours are, whether somebody serves them or not."""
-    return [entry.mountpoint for entry in mountinfo.read() if entry.filesystem == FILESYSTEM]
+    return [entry.mountpoint for entry in mountinfo.read() if is_own(entry)]
 
 
 def check(mountpoint: str, *, server_lives: Callable[[str], bool]) -> Mountpoint:
@@ -114,24 +135,33 @@ def check(mountpoint: str, *, server_lives: Callable[[str], bool]) -> Mountpoint
 
 
 def is_dead(mountpoint: str) -> bool:
-    """Ask a mount of ours whether its server is gone, in a thread that may be left behind; silence is no yes.
-
-    statfs is the call that FUSE never answers from its own memory (stat would, while attributes are valid).
-    """
-    answer: list[int] = []
+    """Ask a mount of ours whether its process is gone, in a thread that may be left behind; silence is no yes."""
+    top = mountinfo.topmost(mountpoint)
+    is_gone = binding.is_left_behind if top is not None and binding.is_bind(top) else _is_disconnected
+    answer: list[bool] = []
 
     def probe() -> None:
-        try:
-            os.statvfs(mountpoint)
-        except OSError as error:
-            answer.append(error.errno or 0)
-        else:
-            answer.append(0)
+        with suppress(OSError):
+            answer.append(is_gone(mountpoint))
 
     thread = threading.Thread(target=probe, daemon=True)
     thread.start()
     thread.join(_PROBE_S)
-    return answer in ([errno.ENOTCONN], [errno.ECONNABORTED])
+    return answer == [True]
+
+
+def _is_disconnected(mountpoint: str) -> bool:
+    """Whether a FUSE mount has no server; statfs is the call that FUSE never answers from its own memory.
+
+    (stat would be, while attributes are valid.) Raises: OSError.
+    """
+    try:
+        os.statvfs(mountpoint)
+    except OSError as error:
+        if error.errno in (errno.ENOTCONN, errno.ECONNABORTED):
+            return True
+        raise
+    return False
 
 
 def clean_stale(mountpoint: str, *, server_lives: Callable[[str], bool]) -> bool:
@@ -143,7 +173,7 @@ def clean_stale(mountpoint: str, *, server_lives: Callable[[str], bool]) -> bool
     # Each round takes one mount away. More than a handful on one mountpoint is not our doing.
     for _ in range(8):
         top = mountinfo.topmost(mountpoint)
-        if top is None or top.filesystem != FILESYSTEM:
+        if top is None or not is_own(top):
             return cleaned
         if server_lives(mountpoint) or not is_dead(mountpoint):
             raise Refused(
@@ -213,16 +243,19 @@ def abort(mountpoint: str, device: tuple[int, int]) -> None:
     """End the connection of that mount, whatever waits for it, and take the mount away; done when it is gone already.
 
     MNT_FORCE aborts the connection; it answers EBUSY when files are still open, with every waiting process freed all
-    the same (tried). Only when the kernel refuses it is the abort file asked. Raises: `NotPermitted`, `StreamdError`.
+    the same (tried). Only when the kernel refuses it is the abort file asked. A bind is detached, nothing else: forced,
+    the disk's own file system could lose its connection (NFS). Raises: `NotPermitted`, `StreamdError`.
     """
-    with _found(mountpoint, device) as target:
-        if target is None:
-            return
-        try:
-            mount_calls.umount(target, mount_calls.MNT_FORCE)
-        except OSError as error:
-            if error.errno != errno.EBUSY:
-                abort_connection(device[1])
+    top = mountinfo.topmost(mountpoint)
+    if top is not None and top.filesystem == FILESYSTEM:
+        with _found(mountpoint, device) as target:
+            if target is None:
+                return
+            try:
+                mount_calls.umount(target, mount_calls.MNT_FORCE)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    abort_connection(device[1])
     with _found(mountpoint, device) as target:
         if target is None:
             return
@@ -269,7 +302,7 @@ def _found(mountpoint: str, device: tuple[int, int] | None) -> Iterator[str | No
     can't be held: it would be busy.
     """
     top = mountinfo.topmost(mountpoint)
-    if top is None or top.filesystem != FILESYSTEM or device not in (None, top.device):
+    if top is None or not is_own(top) or device not in (None, top.device):
         yield None
         return
     above, name = os.path.split(mountpoint)

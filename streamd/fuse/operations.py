@@ -1,7 +1,7 @@
-"""What the kernel may ask of a mounted snapshot: three read-only files in one directory.
+"""What the kernel may ask of a mounted snapshot, but for reads: three read-only files in one directory.
 
 Names, sizes and attributes never change while mounted and are answered from memory, so `ls`, `stat` and `close` answer
-at once whatever the store does. Only `read` of pages.img can wait.
+at once whatever the store does. Only a read of pages.img can wait, and those never come here (`connection.py`).
 
 An exception that leaves a pyfuse3 handler ends the whole mount, so every handler is guarded: what isn't a `FUSEError`
 is logged and becomes EIO for that one request.
@@ -11,14 +11,14 @@ import errno
 import functools
 import stat
 from collections.abc import Callable, Coroutine
-from pathlib import Path
-from typing import Any, ParamSpec, TypeVar, cast
+from typing import Any, ParamSpec, TypeVar
 
 import pyfuse3
 import structlog
 import trio
 
-from streamd.serve.handles import Opener, ReadFailed
+from streamd.fuse import openers
+from streamd.serve.handles import Opener
 from streamd.serve.image import ServedImage
 from streamd.snapshot.names import IMAGE_FILES, PAGES
 
@@ -42,8 +42,6 @@ def _guarded(handler: Callable[_P, Coroutine[Any, Any, _T]]) -> Callable[_P, Cor
             return await handler(*args, **kwargs)
         except pyfuse3.FUSEError:
             raise
-        except ReadFailed as failure:
-            raise pyfuse3.FUSEError(errno.EIO) from failure
         except Exception:
             log.exception("a request failed in an unforeseen way", operation=handler.__name__)
             raise pyfuse3.FUSEError(errno.EIO) from None
@@ -120,15 +118,6 @@ class Operations(pyfuse3.Operations):
         )
 
     @_guarded
-    async def read(self, fh: pyfuse3.FileHandleT, off: int, size: int) -> bytes:
-        try:
-            handle = self._image.handle(fh)
-        except KeyError:
-            raise pyfuse3.FUSEError(errno.EBADF) from None
-        # Nothing may be awaited after this: the reply can be the image's one reply buffer.
-        return cast(bytes, await self._image.read(handle, off, size))
-
-    @_guarded
     async def flush(self, fh: pyfuse3.FileHandleT) -> None:
         # Answered so once, the kernel never asks again: a close() on a mount whose server is gone would hang in it.
         raise pyfuse3.FUSEError(errno.ENOSYS)
@@ -170,17 +159,5 @@ class Operations(pyfuse3.Operations):
 
 async def _opener(pid: int) -> Opener:
     with trio.move_on_after(_OPENER_TIMEOUT_S):
-        return await trio.to_thread.run_sync(_read_opener, pid, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(openers.describe, pid, abandon_on_cancel=True)
     return Opener(pid, "", None)
-
-
-def _read_opener(pid: int) -> Opener:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]
-    except OSError:
-        return Opener(pid, "", None)
-    texts = [word.decode(errors="replace") for word in words]
-    command = texts[0].rpartition("/")[2] if texts else ""
-    # `runsc … restore … CONTAINER-ID` and `start`: the id is the last word.
-    restores = "runsc" in command and any(verb in texts for verb in ("restore", "start"))
-    return Opener(pid, command[:64], texts[-1][:256] if restores else None)

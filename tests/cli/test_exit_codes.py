@@ -215,7 +215,13 @@ def nobody(streamd: "Streamd") -> Iterator[None]:
         (streamd.base / name).mkdir(mode=0o700)
     streamd.base.chmod(0o755)
     # Imported by root: the user may have no access to the packages.
-    for module in ("commands.status", "commands.cache", "daemon.control_client", "fuse.mounting", "serve.node_cache"):
+    for module in (
+        "commands.status",
+        "commands.cache",
+        "daemon.control_client",
+        "fuse.mounting",
+        "serve.cache_directory",
+    ):
         importlib.import_module(f"streamd.{module}")
     os.seteuid(65534)
     yield

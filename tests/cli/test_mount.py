@@ -2,9 +2,9 @@
 
 import json
 import os
-import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from contextlib import closing
@@ -13,10 +13,9 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from streamd.daemon.background import log_path, start
-from streamd.daemon.relay import RelayedError
+from streamd.daemon.background import ReadyPipe, log_path, start
 from streamd.errors import Exit, StreamdError
-from streamd.fuse import mountinfo, mounting
+from streamd.fuse import mountinfo
 
 if TYPE_CHECKING:
     from tests.cli.conftest import Streamd
@@ -193,20 +192,6 @@ def test_a_mount_without_the_cache_that_it_was_to_have_says_so(
     assert process.returncode == Exit.DONE
 
 
-def test_the_background_process_runs_the_package_of_the_command_that_started_it(
-    streamd: "Streamd", snapshot: str, mountpoint: Path, tmp_path: Path
-) -> None:
-    # A checkout that isn't installed, found by the working directory.
-    package = tmp_path / "streamd"
-    shutil.copytree(Path(mounting.__file__).parents[1], package, ignore=shutil.ignore_patterns("__pycache__"))
-    (package / "daemon" / "mounted.py").write_text(
-        "from streamd.errors import Damaged\ndef run_mount(*_):\n    raise Damaged('of the checkout')\n"
-    )
-    line = streamd.arguments("mount", snapshot, mountpoint)
-    result = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=LIMIT_S)
-    assert (result.returncode, result.stderr) == (Exit.DAMAGED, "error: of the checkout\n")
-
-
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_mount_in_the_foreground_ends_on_a_signal(
     streamd: "Streamd", snapshot: str, mountpoint: Path, number: signal.Signals
@@ -240,30 +225,64 @@ def test_an_interrupted_mount_command_takes_its_process_with_it(
     assert log.exists()
 
 
+def forked(log: Path, act: Callable[[ReadyPipe], None], *, wait_s: float = LIMIT_S) -> None:
+    """Go to the background, there to do `act`; here to wait for it."""
+    started = start(log=log, wait_s=wait_s)
+    if isinstance(started, ReadyPipe):
+        try:
+            act(started)
+        finally:
+            os._exit(2)
+
+
 def test_a_process_that_ends_without_a_word_is_reported_with_the_end_of_its_log(tmp_path: Path) -> None:
     log = tmp_path / "x.log"
     log.write_text("of a former life\n")
-    with pytest.raises(StreamdError, match=r"ended with exit code 2 before it served(.|\n)*No such option") as dead:
-        start(lambda _: ["mount", "--colour"], log=log, wait_s=LIMIT_S)
+    with pytest.raises(StreamdError, match=r"ended with exit code 2 before it served(.|\n)*no more") as dead:
+        forked(log, lambda _: print("no more", file=sys.__stderr__, flush=True))
     assert "former life" not in str(dead.value)
 
 
+def test_a_process_that_is_killed_is_reported(tmp_path: Path) -> None:
+    with pytest.raises(StreamdError, match="was killed by signal 9 before it served"):
+        forked(tmp_path / "x.log", lambda _: os.kill(os.getpid(), signal.SIGKILL))
+
+
+def test_a_process_that_does_not_serve_in_time_is_ended(tmp_path: Path) -> None:
+    def never_serve(_: ReadyPipe) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.pause()
+
+    before = children()
+    with pytest.raises(StreamdError, match=r"did not serve within 0\.1 s"):
+        forked(tmp_path / "x.log", never_serve, wait_s=0.1)
+    assert children() == before
+
+
+def children() -> list[str]:
+    return Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
+
+
+def test_the_process_keeps_nothing_open_that_the_command_was_given(
+    streamd: "Streamd", snapshot: str, mountpoint: Path
+) -> None:
+    ours, theirs = os.pipe()
+    subprocess.run(
+        streamd.arguments("mount", snapshot, mountpoint),
+        pass_fds=[theirs],
+        check=True,
+        capture_output=True,
+        timeout=LIMIT_S,
+    )
+    os.close(theirs)
+    with open(ours, "rb") as pipe:
+        assert pipe.read() == b""  # its end: nobody else could write to it
+
+
 def test_the_processs_own_error_is_the_commands_error(streamd: "Streamd", mountpoint: Path) -> None:
-    with pytest.raises(RelayedError, match="no snapshot web-9") as refused:
-        start(
-            lambda fd: [
-                "--config",
-                str(streamd.config),
-                "mount",
-                "--ready-fd",
-                str(fd),
-                f"file://{streamd.base}/store/web-9",
-                str(mountpoint),
-            ],
-            log=streamd.base / "log" / "x.log",
-            wait_s=LIMIT_S,
-        )
-    assert refused.value.exit_code == Exit.NOT_FOUND
+    process = streamd.run("mount", f"file://{streamd.base}/store/web-9", mountpoint)
+    assert process.returncode == Exit.NOT_FOUND
+    assert "no snapshot web-9" in process.stderr
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,79 @@
+"""What a mount does with the node cache besides serving from it: opens it, and seals the image once it is whole.
+
+Opening is bounded: a disk that hangs must not keep a pod from starting. Sealing takes as long as the disk needs.
+"""
+
+import os
+from collections.abc import Callable
+
+import structlog
+import trio
+
+from streamd.daemon.options import MountOptions
+from streamd.serve.cache_directory import open_cache
+from streamd.serve.node_cache import CacheUnusable, NodeCache
+from streamd.serve.plan import Layout
+from streamd.serve.sealing import NotSealed, seal
+from streamd.store.catalog import Pinned
+from streamd.store.port import Store
+
+log = structlog.get_logger()
+
+# A healthy directory opens in milliseconds.
+_CACHE_OPEN_TIMEOUT_S = 5.0
+# How often it is looked whether an image is whole: what a next mount can't be sooner than.
+_WHOLE_LOOK_S = 0.5
+
+
+async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -> tuple[NodeCache | None, str | None]:
+    """Open a snapshot's place in the node cache; or say in the second value why the mount has to do without.
+
+    (None, None) when no cache is wanted. Raises: `Refused` when another process owns the place.
+    """
+    directory = options.cache_dir
+    if directory is None:
+        return None, None
+    owner = f"the mount at {options.mountpoint} (pid {os.getpid()})"
+    layout = Layout(pinned.manifest.table)
+    place = store.url.partition("?")[0]  # whatever link it is behind
+    source = "\n".join([place, *(f"{pack.key} {pack.generation}" for pack in pinned.packs)])
+
+    def open_it() -> NodeCache:
+        return open_cache(
+            directory,
+            pinned.data,
+            layout,
+            files=pinned.manifest.files,
+            source=source,
+            owner=owner,
+            max_bytes=options.cache_max_bytes,
+            reserve_bytes=options.config.cache.reserve_bytes,
+            recent_s=options.config.cache.recent_s,
+        )
+
+    problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
+    with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
+        try:
+            return await trio.to_thread.run_sync(open_it, abandon_on_cancel=True), None
+        except CacheUnusable as error:
+            problem = str(error)
+    memory_max_bytes = options.config.memory_max_bytes
+    log.warning("no cache on disk, serving from memory", reason=problem, memory_max_bytes=memory_max_bytes)
+    return None, problem
+
+
+async def seal_when_whole(cache: NodeCache, pinned: Pinned, is_whole: Callable[[], bool]) -> None:
+    """Seal an image once all of it is in the cache, so that the next mount is warm (`daemon.warm`).
+
+    Tried once in a mount's life: what was in the way then (a damaged chunk, a disk that fails) is fetched again by
+    whoever reads it, and the next mount, or `cache verify`, tries again.
+    """
+    while not is_whole():
+        await trio.sleep(_WHOLE_LOOK_S)
+    layout = Layout(pinned.manifest.table)
+    try:
+        await trio.to_thread.run_sync(seal, cache, pinned.manifest.files, layout, abandon_on_cancel=True)
+    except (NotSealed, OSError) as error:
+        log.warning("the image was not sealed, the next mount serves it", reason=str(error))
+    else:
+        log.info("image sealed: the next mount of it is warm", image_bytes=layout.start[-1])
