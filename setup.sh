@@ -16,6 +16,8 @@ RUNSC_GO=1.26.3 # what that module's go.mod asks for
 # (g3doc/user_guide/install.md); should it be gone, the latest one.
 RUNSC_RELEASES="20260907 latest"
 RELEASE_URL=https://storage.googleapis.com/gvisor/releases/release
+# What the race has beside Debian's packages, where there is Go to build it.
+GCSFUSE_MODULE=github.com/googlecloudplatform/gcsfuse/v3@v3.8.4
 
 die() {
     echo "setup: $*" >&2
@@ -39,7 +41,7 @@ flock 9 # two `make` at a time: one sets up, the other waits
 
 PACKAGES="ca-certificates fuse3 gcc libc6-dev libfuse3-dev pkg-config"
 PYTHON_PACKAGES="python3 python3-dev python3-venv"
-BENCH_PACKAGES="fio iproute2 zstd"
+BENCH_PACKAGES="curl fio iproute2 rclone util-linux zstd"
 
 installed() { # all of the named packages are
     dpkg-query -W -f '${db:Status-Status}\n' "$@" 2>/dev/null | grep -cx installed | grep -qx $#
@@ -123,15 +125,21 @@ usable() {
 
 at_least() { [ "$(printf '%s\n%s\n' "$1" "$2" | sort -V | head -n 1)" = "$1" ]; } # at_least WANTED FOUND
 
-build_runsc() {
+has_go() { # sets version
     PATH=$PATH:/usr/local/go/bin
     command -v go >/dev/null || return 1
     version=$(go env GOVERSION 2>/dev/null | sed 's/^go//; s/[^0-9.].*//')
     # From 1.21 on Go fetches a newer Go when a module asks for one; below (Debian 12: 1.19) it counts as none.
-    at_least 1.21 "${version:-0}" || return 1
+    at_least 1.21 "${version:-0}"
+}
+
+go_install() { GOBIN=$PWD/.tools/bin GOFLAGS= CGO_ENABLED=0 nice go install "$1" >&2; }
+
+build_runsc() {
+    has_go || return 1
     say "building runsc with Go $version (2-5 minutes, once)"
     at_least $RUNSC_GO "$version" || export GOTOOLCHAIN="go$RUNSC_GO"
-    GOBIN=$PWD/.tools/bin GOFLAGS= CGO_ENABLED=0 nice go install $RUNSC_MODULE >&2
+    go_install $RUNSC_MODULE
 }
 
 # The release's archive, because a runsc of 2026 wants the programs beside it (gvisor-bin/), and its SHA-512.
@@ -187,3 +195,10 @@ choose_runsc() {
 choose_runsc ||
     die "no runsc: \$RUNSC and PATH have none with restore --background, and neither go install nor the download worked; is the network there?"
 [ "$(readlink .tools/runsc 2>/dev/null)" = "$runsc" ] || ln -sfn "$runsc" .tools/runsc
+
+# --- What the race runs against ---
+
+if [ "${1:-}" = bench ] && ! [ -x .tools/bin/gcsfuse ]; then
+    { has_go && say "building gcsfuse (3 minutes, once)" && export GOTOOLCHAIN=auto && go_install $GCSFUSE_MODULE; } ||
+        say "no gcsfuse (it takes Go 1.21 or newer): the race goes without it"
+fi

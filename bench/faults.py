@@ -9,12 +9,17 @@
 
 Rules may be added and removed from any thread at any time. A call obeys the first rule that matches it and still has
 `times` left. What was asked is in `requests` (in the order of arrival) and `counts` (by key).
+
+It waits as it is told to: in virtual time, if `clock` and `wait` are those of `bench/virtual_time.py`. Like a client of
+a real store, it gives a call up that heard nothing for `silence_s`.
 """
 
 import contextlib
 import fnmatch
+import math
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -24,7 +29,7 @@ from streamd.store.port import Buffer, Condition, ObjectInfo, Store
 Operation: TypeAlias = Literal["list", "head", "read", "put", "delete", "crc32c", "now_s"]
 
 # A forgotten hang ends a test run with an error, not never.
-_HANG_LIMIT_S = 120.0
+_SILENCE_S = 120.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +70,29 @@ class Corrupt:
     at_byte: int = 0
 
 
-Action: TypeAlias = Fail | Cut | Delay | Hang | Corrupt
+@dataclass(slots=True, eq=False)
+class Throttle:
+    """Answer THROTTLED to calls beyond `calls_per_s`; a tenth of a second's worth may come at once.
+
+    Only what is served counts, as with a store whose quota is kept that way. One object serves one rule.
+    """
+
+    calls_per_s: float
+    _saved: float = 0.0
+    _at_s: float = -math.inf
+
+    def admits(self, now_s: float) -> bool:
+        """Take one call's share, if it is there."""
+        burst = max(1.0, self.calls_per_s / 10)
+        self._saved = min(burst, self._saved + (now_s - self._at_s) * self.calls_per_s)
+        self._at_s = now_s
+        if self._saved < 1:
+            return False
+        self._saved -= 1
+        return True
+
+
+Action: TypeAlias = Fail | Cut | Delay | Hang | Corrupt | Throttle
 
 
 @dataclass(slots=True, eq=False)
@@ -109,8 +136,18 @@ class Count:
 class FaultyStore:
     """`store`, obeying the rules that were added; see the module's text."""
 
-    def __init__(self, store: Store) -> None:
+    def __init__(
+        self,
+        store: Store,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
+        silence_s: float = _SILENCE_S,
+    ) -> None:
         self._store = store
+        self._clock = clock
+        self._wait_for = wait
+        self._silence_s = silence_s
         self._lock = threading.Lock()
         self._faults: list[Fault] = []
         self.requests: list[Request] = []
@@ -156,23 +193,24 @@ class FaultyStore:
                 if fault.skipped < fault.nth:
                     fault.skipped += 1
                 elif fault.times is None or fault.fired < fault.times:
+                    if isinstance(fault.action, Throttle) and fault.action.admits(self._clock()):
+                        continue
                     fault.fired += 1
                     return fault
         return None
 
     def _wait(self, fault: Fault, key: str) -> None:
         """Do what `Delay` and `Hang` say."""
-        if isinstance(fault.action, Delay):
-            fault.removed.wait(fault.action.seconds)
-            return
+        wait_s = fault.action.seconds if isinstance(fault.action, Delay) else math.inf
         with self._lock:
-            self.hanging += 1
+            self.hanging += isinstance(fault.action, Hang)
         try:
-            if not fault.removed.wait(_HANG_LIMIT_S):
-                raise StoreError(StoreErrorKind.TRANSIENT, key, "hung until the test's limit")
+            is_removed = self._wait_for(fault.removed, min(wait_s, self._silence_s))
+            if not is_removed and wait_s > self._silence_s:
+                raise StoreError(StoreErrorKind.TRANSIENT, key, f"nothing came for {self._silence_s:g} s")
         finally:
             with self._lock:
-                self.hanging -= 1
+                self.hanging -= isinstance(fault.action, Hang)
 
     @contextlib.contextmanager
     def _call(self, operation: Operation, key: str) -> Iterator[None]:
@@ -181,6 +219,8 @@ class FaultyStore:
         match fault and fault.action:
             case Fail(kind, after=False):
                 raise StoreError(kind, key, "injected")
+            case Throttle():
+                raise StoreError(StoreErrorKind.THROTTLED, key, "injected")
             case Delay() | Hang():
                 assert fault
                 self._wait(fault, key)
@@ -224,6 +264,8 @@ class FaultyStore:
     def read(self, key: str, *, generation: str, start: int, end: int) -> Iterator[Buffer]:
         fault = self._note(Request("read", key, start, end))
         action = fault.action if fault else None
+        if isinstance(action, Throttle):
+            raise StoreError(StoreErrorKind.THROTTLED, key, "injected")
         if isinstance(action, Fail):
             if not action.after:
                 raise StoreError(action.kind, key, "injected")

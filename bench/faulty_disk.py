@@ -78,6 +78,8 @@ class FaultyDisk(pyfuse3.Operations):
         path = self._path(inode)
         if fields.update_size:
             os.truncate(path, attr.st_size)
+        if fields.update_mode:
+            os.chmod(path, attr.st_mode & 0o7777)
         if fields.update_mtime:
             os.utime(path, ns=(attr.st_atime_ns, attr.st_mtime_ns))
         return self._entry(path)
@@ -109,6 +111,18 @@ class FaultyDisk(pyfuse3.Operations):
     async def rmdir(self, parent_inode: Any, name: Any, ctx: Any) -> None:
         await self._obey("all", "write")
         os.rmdir(self._path(parent_inode, name))
+
+    async def rename(
+        self, parent_inode_old: Any, name_old: Any, parent_inode_new: Any, name_new: Any, flags: int, ctx: Any
+    ) -> None:
+        await self._obey("all", "write")
+        if flags:  # RENAME_EXCHANGE, RENAME_NOREPLACE: nobody here asks for them
+            raise pyfuse3.FUSEError(errno.EINVAL)
+        old, new = self._path(parent_inode_old, name_old), self._path(parent_inode_new, name_new)
+        os.rename(old, new)
+        for inode, path in self._paths.items():
+            if path == old or path.startswith(f"{old}/"):
+                self._paths[inode] = new + path.removeprefix(old)
 
     async def create(self, parent_inode: Any, name: Any, mode: int, flags: int, ctx: Any) -> Any:
         await self._obey("all", "write")
@@ -191,6 +205,7 @@ def main() -> None:
         "mkdir",
         "unlink",
         "rmdir",
+        "rename",
         "create",
         "open",
         "read",

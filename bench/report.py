@@ -24,8 +24,8 @@ def spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def publish(name: str, parameters: Mapping[str, object], figures: Mapping[str, object]) -> None:
-    """Print a benchmark's result."""
+def description(name: str, parameters: Mapping[str, object], figures: Mapping[str, object]) -> dict[str, object]:
+    """Give a benchmark's result, in what JSON can hold: what was measured, of what, where."""
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         capture_output=True,
@@ -33,7 +33,7 @@ def publish(name: str, parameters: Mapping[str, object], figures: Mapping[str, o
         cwd=Path(__file__).parent,
         check=False,
     )
-    result: dict[str, object] = {
+    return {
         "benchmark": name,
         "commit": commit.stdout.strip(),
         "machine": {
@@ -45,7 +45,11 @@ def publish(name: str, parameters: Mapping[str, object], figures: Mapping[str, o
         "parameters": dict(parameters),
         "figures": dict(figures),
     }
-    print(json.dumps(result, indent=2), flush=True)
+
+
+def publish(name: str, parameters: Mapping[str, object], figures: Mapping[str, object]) -> None:
+    """Print a benchmark's result."""
+    print(json.dumps(description(name, parameters, figures), indent=2), flush=True)
 
 
 def cpu_s(pid: int) -> float:
