@@ -1,11 +1,13 @@
 """Bad days that take their time: a minute of silence, time-outs of commands."""
 
+import os
 import signal
 import subprocess
 import time
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from bench.fault_proxy import FaultProxy, Hang, Rule
+from bench.fault_proxy import Cut, Delay, FaultProxy, Hang, Rule, Status
 from bench.mounts import Mounts
 from streamd.errors import Exit
 
@@ -61,3 +63,36 @@ def test_a_mount_whose_process_is_stopped_is_unmounted_by_force(mounts: Mounts, 
         assert outcome.wrong == outcome.short == []
         mount.signal(signal.SIGCONT)
         mount.wait()  # the process notices that its connection is gone
+
+
+def test_a_mount_that_serves_many_loads_on_bad_days_grows_by_nothing(
+    mounts: Mounts, snapshot: "Snapshot", proxy: FaultProxy
+) -> None:
+    """The cache holds a part of the image, so that each load goes to the store again; each meets some faults there."""
+    loads = 40
+    mounts.configure('memory_max_bytes = "32MiB"')
+    environment = {"STORAGE_EMULATOR_HOST": proxy.address}
+    seen: list[tuple[int, int, int]] = []
+    with mounts.start(snapshot.gs_url, env=environment, prefetch="all", options=["--cache-max", "8MiB"]) as mount:
+        for load in range(loads):
+            actions = (Status(503), Status(429), Status(403), Cut(0), Cut(100_000), Cut(-1), Delay(0.2, at_byte=5000))
+            proxy.add(Rule(actions[load % len(actions)], nth=load % 5, times=2))
+            readers = [mount.reader(snapshot.pages) for _ in range(2)]
+            assert all(reader.outcome().is_clean for reader in readers)
+            proxy.clear()
+            mount.until(lambda status: not status["handles"])
+            process = Path(f"/proc/{mount.pid}")
+            [line] = [line for line in (process / "status").read_text().splitlines() if line.startswith("RssAnon")]
+            seen.append(
+                (len(os.listdir(process / "fd")), len(os.listdir(process / "task")), int(line.split()[1]) << 10)
+            )
+        assert mount.complaints() == []
+    early, late = seen[loads // 4 : loads // 2], seen[-loads // 4 :]
+    for name, slack, first, last in zip(
+        ("descriptors", "threads", "anonymous bytes"),
+        (8, 8, 16 << 20),
+        zip(*early, strict=True),
+        zip(*late, strict=True),
+        strict=True,
+    ):
+        assert max(last) <= max(first) + slack, (name, seen)
