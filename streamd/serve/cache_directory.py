@@ -280,8 +280,9 @@ def _discard_leftovers(directory: Path) -> None:
     """Move out what no process owns and none can use: begun by one that died, or of another format."""
     for entry in os.scandir(directory / "images"):
         path = Path(entry.path)
-        if entry.is_dir(follow_symlinks=False) and not is_current(path):
-            _remove_if_idle(path)
+        with suppress(OSError):  # one image that can't be read costs itself
+            if entry.is_dir(follow_symlinks=False) and not is_current(path):
+                _remove_if_idle(path)
 
 
 def _trash_bytes(directory: Path) -> int:
@@ -303,8 +304,12 @@ def _images(directory: Path) -> Iterator[CachedImage]:
         return
     for entry in entries:
         if entry.is_dir(follow_symlinks=False):
-            with suppress(FileNotFoundError):
+            try:
                 yield _describe(Path(entry.path))
+            except FileNotFoundError:
+                pass
+            except OSError:  # it can still be cleared
+                yield CachedImage(entry.name, 0, 0, 0.0, None, False)
 
 
 def _describe(path: Path) -> CachedImage:

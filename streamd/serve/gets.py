@@ -98,7 +98,12 @@ class Gets:
 
     def has(self, want: Want) -> bool:
         """Whether one that was started for that class is under way."""
-        return any(get.want == want for get in self._gets)
+        return any(get.want == want and not get.tried_twice for get in self._gets)
+
+    def is_urgent_moving(self, now_s: float, *, round_trip_s: float) -> bool:
+        """Whether any that was started for a fault has brought something lately."""
+        still_s = max(STILL_S, STILL_ROUND_TRIPS * round_trip_s)
+        return any(get.is_urgent and not get.tried_twice and now_s - get.moved_s <= still_s for get in self._gets)
 
     @property
     def outstanding_bytes(self) -> int:

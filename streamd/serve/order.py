@@ -32,6 +32,7 @@ class WantQueue:
     def __init__(self) -> None:
         self._heaps: dict[Want, list[tuple[int, int]]] = {want: [] for want in Want}
         self._key: dict[int, Key] = {}
+        self._asked: dict[int, int] = {}  # chunk → rank of the first read that waits for it
 
     def __len__(self) -> int:
         return len(self._key)
@@ -50,16 +51,30 @@ class WantQueue:
             self._key[chunk] = key
             heapq.heappush(self._heaps[key.want], (key.rank, chunk))
 
+    def ask(self, chunk: int, rank: int) -> None:
+        """Let a chunk that waits under another class be found among STREAM's as well, since a read waits for it.
+
+        Whoever may not fetch ahead (memory is full, and can only be read empty) must still fetch what is read.
+        """
+        key = self._key.get(chunk)
+        if key is not None and key.want in (Want.WINDOW, Want.HOT, Want.AHEAD) and chunk not in self._asked:
+            self._asked[chunk] = rank
+            heapq.heappush(self._heaps[Want.STREAM], (rank, chunk))
+
     def remove(self, chunk: int) -> None:
         """Forget a want; fine when there is none."""
         self._key.pop(chunk, None)
+        self._asked.pop(chunk, None)
 
     def first(self, want: Want) -> int | None:
-        """Give the chunk of that class that is next, without taking it; None when there is none."""
+        """Give the chunk of that class that is next, without taking it; None when there is none.
+
+        STREAM has those that were asked for, too, under whatever class they wait.
+        """
         heap = self._heaps[want]
         while heap:
             rank, chunk = heap[0]
-            if self._key.get(chunk) == Key(want, rank):
+            if self._key.get(chunk) == Key(want, rank) or (want == Want.STREAM and self._asked.get(chunk) == rank):
                 return chunk
             heapq.heappop(heap)
         return None

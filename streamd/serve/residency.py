@@ -168,7 +168,7 @@ class Residency:
         """Note that a held chunk was read, so that it may leave before others."""
         if self._held.touched(chunk):
             self._note_movable()
-        elif chunk in self._writing and self._leavable is not None:
+        elif chunk in self._writing:
             self._read_while_writing.add(chunk)
 
     def keep(self, chunk: int, data: Buffer) -> None:
@@ -196,7 +196,7 @@ class Residency:
                 if not self._write(chunk, data):
                     return
                 pool.pop(chunk)
-                if pool is self._held.read and self._leavable is not None:
+                if pool is self._held.read:
                     self._read_while_writing.add(chunk)
 
     def _spill(self) -> None:
@@ -283,19 +283,22 @@ class Residency:
         cache = self._cache
         if cache is None:
             return found
-        with self._counted(chunks), trio.move_on_after(CACHE_TIMEOUT_S) as scope:
+        with self._counted(chunks):
             for chunk in chunks:
                 size, offset = self._layout.length[chunk], self._layout.start[chunk]
-                try:
-                    found[chunk] = await trio.to_thread.run_sync(
-                        cache.read, size, offset, abandon_on_cancel=True, limiter=self._disk_limiter
-                    )
-                except OSError as error:
-                    self.lose_cache(str(error))
+                async with self._disk_limiter:  # waiting for a turn says nothing about the disk
+                    with trio.move_on_after(CACHE_TIMEOUT_S) as scope:
+                        try:
+                            found[chunk] = await trio.to_thread.run_sync(
+                                cache.read, size, offset, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+                            )
+                        except Exception as error:  # OSError, or no thread to be had: a cache never hurts
+                            self.lose_cache(str(error))
+                            return found
+                if scope.cancelled_caught:
+                    self.lose_cache(f"a read took longer than {CACHE_TIMEOUT_S} s")
                     return found
             self._note_read(chunks)
-        if scope.cancelled_caught:
-            self.lose_cache(f"a read took longer than {CACHE_TIMEOUT_S} s")
         return found
 
     @contextmanager
@@ -330,10 +333,14 @@ class Residency:
         self._stats.cache_failure = reason
         log.warning("caching ended", reason=reason)
         for chunk, data in self._writing.items():
-            self._held.unread.put(chunk, data)
+            self._hold(chunk, data)
         self._writing.clear()
         self._read_while_writing.clear()
         self._on_room()
+
+    def _hold(self, chunk: int, data: Buffer) -> None:
+        """Keep in memory what couldn't be written; what was read may leave first."""
+        (self._held.read if chunk in self._read_while_writing else self._held.unread).put(chunk, data)
 
     def lose_cache(self, reason: str) -> None:
         """Use the cache file no more, neither way."""
@@ -359,7 +366,7 @@ class Residency:
                 if chunk in self._read_while_writing:
                     self._note_read((chunk,))
             else:
-                self._held.unread.put(chunk, data)
+                self._hold(chunk, data)
             self._read_while_writing.discard(chunk)
         if error is None:
             self._write_more()

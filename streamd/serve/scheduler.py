@@ -109,6 +109,7 @@ class Scheduler:
         self._ahead_cursor = 0
         self._ahead_paused = False
         self._ahead_failures = 0
+        self._has_cache = residency.cache is not None
         # Never again ahead of a read: what came once, was read and left memory, and what can't be had.
         self._not_ahead = bytearray(len(layout))
         self.ahead_waits_for: str | None = None
@@ -161,9 +162,27 @@ class Scheduler:
 
     def want(self, chunk: int, want: Want, reader: PendingRead | None) -> None:
         """Join, raise or begin the flight of a chunk that isn't here."""
-        self._arrivals += 1
-        self._want(chunk, Key(want, self._arrivals), reader)
+        flight = self._flights.get(chunk)
+        if flight is None:
+            flight = self._flights[chunk] = Flight(chunk, want)
+            self._queue_up(flight)
+        elif want < flight.want:
+            flight.want = want
+            if chunk in self._queue or self._is_too_far(flight):
+                self._queue_up(flight)
+        if reader is not None:
+            flight.readers.add(reader)
+            self._arrivals += 1
+            self._queue.ask(chunk, self._arrivals)
+            if self._nursery is not None and chunk in self._queue and self._residency.place(chunk) == Place.CACHED:
+                self._start_check(chunk, want)  # at once: it must not wait behind what comes from the store
         self.kick()
+
+    def _queue_up(self, flight: Flight) -> None:
+        self._arrivals += 1
+        self._queue.push(flight.chunk, Key(flight.want, self._arrivals))
+        if flight.readers:
+            self._queue.ask(flight.chunk, self._arrivals)
 
     def note_fault(self, start: int, end: int, *, file_end: int) -> None:
         """Want the rest of the window of a fault that reads [start, end) of a file that ends at `file_end`.
@@ -184,7 +203,10 @@ class Scheduler:
         while (chunk := self._queue.first(Want.HOT)) is not None:
             self._queue.remove(chunk)
             flight = self._flights[chunk]
-            if not flight.fetches:
+            if flight.readers:
+                flight.want = Want.STREAM
+                self._queue_up(flight)
+            elif not flight.fetches:
                 del self._flights[chunk]
                 self._ahead_cursor = min(self._ahead_cursor, chunk)
         self.kick()
@@ -195,18 +217,6 @@ class Scheduler:
         for chunk in self._layout.chunks(start, end):
             if not self._residency.is_here(chunk):
                 self.want(chunk, want, None)
-
-    def _want(self, chunk: int, key: Key, reader: PendingRead | None) -> None:
-        flight = self._flights.get(chunk)
-        if flight is None:
-            flight = self._flights[chunk] = Flight(chunk, key.want)
-            self._queue.push(chunk, key)
-        elif key.want < flight.want:
-            flight.want = key.want
-            if chunk in self._queue or self._is_too_far(flight):
-                self._queue.push(chunk, key)
-        if reader is not None:
-            flight.readers.add(reader)
 
     def leave(self, chunks: Iterable[int], reader: PendingRead) -> None:
         """Take a reader off the flights that it still waits for; what is under way goes on, for others."""
@@ -226,7 +236,7 @@ class Scheduler:
     # What is started next
 
     def _start_next(self) -> bool:
-        for want in (Want.FAULT, Want.WINDOW, Want.HOT, Want.STREAM):
+        for want in Want:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
             chunk = self._queue.first(want)
             if chunk is None:
                 continue
@@ -272,9 +282,13 @@ class Scheduler:
             return size
         self._limit_binds = True
         # The learned order may have the link for long, and a fault needs a slot as well; those in flight have one.
-        if want == Want.STREAM and not self._gets.urgent and not self._gets.has(Want.STREAM):
+        if want == Want.STREAM and not self._gets.has(Want.STREAM) and not self._is_urgent_moving():
             return min(size, TRICKLE_BYTES)
         return 0
+
+    def _is_urgent_moving(self) -> bool:
+        """Whether something for a fault is on its way; not when all of that stands still."""
+        return self._gets.is_urgent_moving(trio.current_time(), round_trip_s=self.limit.round_trip_s)
 
     def _background_limit_bytes(self) -> int:
         """The limit; while a fault's window is on its way, only what the link would otherwise idle for."""
@@ -296,6 +310,8 @@ class Scheduler:
     def _start_ahead(self) -> bool:
         if not self._ahead:
             return False
+        if self._has_cache and self._residency.cache is None:  # lost: what it had is to be fetched
+            self._has_cache, self._ahead_cursor = False, 0
         while self._ahead_cursor < len(self._layout) and not self._may_go_ahead(self._ahead_cursor):
             self._ahead_cursor += 1
         if self._ahead_cursor == len(self._layout):
@@ -347,7 +363,7 @@ class Scheduler:
         now_s = trio.current_time()
         get = Get(plan, Progress(received=plan.start), want, demand, began_s=now_s, moved_s=now_s, moved_to=plan.start)
         flights = [self._flights.setdefault(frame.chunk, Flight(frame.chunk, want)) for frame in plan.frames]
-        get.is_second = flights[0].fetches > 0
+        get.is_second = any(flight.fetches for flight in flights)
         for flight in flights:
             flight.fetches += 1
             flight.get = get
@@ -499,8 +515,7 @@ class Scheduler:
             self._recorder.event(trio.current_time(), "second-try", f"{len(missing)} chunks of a GET that stands still")
         for flight in missing:
             if flight.get is get and flight.chunk not in self._queue:
-                self._arrivals += 1
-                self._queue.push(flight.chunk, Key(flight.want, self._arrivals))
+                self._queue_up(flight)
         self.kick()
 
     # Failures
@@ -543,9 +558,12 @@ class Scheduler:
 
     def _drop(self, chunk: int, kind: StoreErrorKind) -> None:
         """Give up a chunk that nobody waits for; go ahead from it again, later, if that may help."""
-        del self._flights[chunk]
+        flight = self._flights.pop(chunk)
         if kind not in _PASSING:
             self._not_ahead[chunk] = 1
+            return
+        if flight.want == Want.HOT and not self._ahead:
+            self._later(BACKOFF.delay_s(flight.trouble.attempts, random.random()), self._want_hot_again, [chunk])
             return
         self._ahead_cursor = min(self._ahead_cursor, chunk)
         # What the store asks for when it is asked too often is another pace, and that is kept anyway.
@@ -553,6 +571,11 @@ class Scheduler:
             self._ahead_paused = True
             self._later(BACKOFF.delay_s(self._ahead_failures, random.random()), self._resume_ahead, [])
             self._ahead_failures += 1
+
+    def _want_hot_again(self, chunks: list[int]) -> None:
+        for chunk in chunks:
+            if not self._residency.is_here(chunk):
+                self.want(chunk, Want.HOT, None)
 
     def _resume_ahead(self, _: list[int]) -> None:
         self._ahead_paused = False
@@ -563,8 +586,7 @@ class Scheduler:
             if flight is None or flight.fetches or chunk in self._queue:
                 continue
             if flight.readers:
-                self._arrivals += 1
-                self._queue.push(chunk, Key(flight.want, self._arrivals))
+                self._queue_up(flight)
             else:
                 self._drop(chunk, StoreErrorKind.TRANSIENT)
 
@@ -604,15 +626,16 @@ class Scheduler:
 
     async def _run_check(self, chunks: list[int], is_asked: bool) -> None:
         found: dict[int, Buffer | None] = {}
-        with trio.move_on_after(CACHE_TIMEOUT_S) as scope:
-            try:
-                await self._run_blocking(
-                    self._check, chunks, found, abandon_on_cancel=True, limiter=self._check_limiter
-                )
-            except OSError as error:
-                self._residency.lose_cache(str(error))
+        async with self._check_limiter:  # waiting for a turn says nothing about the disk
+            with trio.move_on_after(CACHE_TIMEOUT_S * len(chunks)) as scope:
+                try:
+                    await self._run_blocking(
+                        self._check, chunks, found, abandon_on_cancel=True, limiter=trio.CapacityLimiter(1)
+                    )
+                except Exception as error:  # OSError, or no thread to be had: a cache never hurts
+                    self._residency.lose_cache(str(error))
         if scope.cancelled_caught:
-            self._residency.lose_cache(f"a read took longer than {CACHE_TIMEOUT_S} s")
+            self._residency.lose_cache(f"{len(chunks)} reads took longer than {CACHE_TIMEOUT_S} s each")
         self._hot_checks -= not is_asked
         for chunk in chunks:
             flight = self._flights.pop(chunk)

@@ -15,6 +15,7 @@ class QueueMachine(RuleBasedStateMachine):
         super().__init__()
         self.subject = WantQueue()
         self.model: dict[int, Key] = {}
+        self.asked: dict[int, int] = {}
         self.serial = 0
 
     @rule(chunk=st.integers(0, 9), want=wants)
@@ -28,10 +29,21 @@ class QueueMachine(RuleBasedStateMachine):
     def remove(self, chunk: int) -> None:
         self.subject.remove(chunk)
         self.model.pop(chunk, None)
+        self.asked.pop(chunk, None)
+
+    @rule(chunk=st.integers(0, 9))
+    def ask(self, chunk: int) -> None:
+        self.serial += 1
+        self.subject.ask(chunk, self.serial)
+        if chunk in self.model and self.model[chunk].want not in (Want.FAULT, Want.STREAM):
+            self.asked.setdefault(chunk, self.serial)
 
     @rule(want=wants)
     def first_of_a_class(self, want: Want) -> None:
-        best = min(((key.rank, chunk) for chunk, key in self.model.items() if key.want == want), default=None)
+        ranks = [(key.rank, chunk) for chunk, key in self.model.items() if key.want == want]
+        if want == Want.STREAM:
+            ranks += [(rank, chunk) for chunk, rank in self.asked.items()]
+        best = min(ranks, default=None)
         assert self.subject.first(want) == (None if best is None else best[1])
 
     @invariant()

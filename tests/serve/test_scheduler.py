@@ -59,7 +59,7 @@ class Call:
 class Bench:
     """A scheduler whose blocking calls are `calls`."""
 
-    def __init__(self, saved: Any, *, ahead: bool, memory_bytes: int) -> None:
+    def __init__(self, saved: Any, *, ahead: bool, memory_bytes: int, foresees: bool = False) -> None:
         self.calls: list[Call] = []
         self.layout = Layout(saved.pinned.manifest.table)
         self.stored = [c for c in range(len(self.layout)) if not self.layout.is_zero(c)]
@@ -77,7 +77,7 @@ class Bench:
             self.stats,
             fetch=FetchConfig(background_gets=2, get_bytes=128 * KIB, fault_gets=3),
             policy=PolicyConfig(hold_s=60, credentials_wait_s=300),
-            foresees=False,
+            foresees=foresees,
             ahead=ahead,
             run_blocking=self._run,
         )
@@ -105,6 +105,10 @@ class Bench:
         self.reads.append(read)
         self.scheduler.want(chunk, want, read)
         return read
+
+    def want_hot(self, first: int, last: int) -> None:
+        start, end = self.layout.start[self.stored[first]], self.layout.start[self.stored[last]]
+        self.scheduler.want_hot([(start, end)])
 
     def call_for(self, chunk: int) -> Call:
         return next(call for call in self.calls if chunk in [frame.chunk for frame in call.plan.frames])
@@ -138,6 +142,9 @@ actions = st.lists(
         st.tuples(st.just("finish"), st.integers(0, 9), st.none()),
         st.tuples(st.just("fail"), st.integers(0, 9), st.sampled_from(StoreErrorKind)),
         st.tuples(st.just("evict"), st.just(0), st.none()),
+        st.tuples(st.just("hot"), st.integers(0, 30), st.none()),
+        st.tuples(st.just("forget hot"), st.just(0), st.none()),
+        st.tuples(st.just("fault"), st.integers(0, 30), st.none()),
         st.tuples(st.just("wait"), st.sampled_from([0, 1, 70]), st.none()),
     ),
     max_size=60,
@@ -150,7 +157,7 @@ def test_every_wait_ends_and_all_memory_is_given_back(
     saved: Any, steps: list[tuple[str, int, Any]], ahead: bool, memory_kib: int, far: bool
 ) -> None:
     async def test() -> None:
-        bench = Bench(saved, ahead=ahead, memory_bytes=memory_kib * KIB)
+        bench = Bench(saved, ahead=ahead, memory_bytes=memory_kib * KIB, foresees=True)
         if far:  # faults join nothing that is under way
             bench.scheduler._is_too_far = lambda flight: flight.want == Want.FAULT  # type: ignore[method-assign]
         async with trio.open_nursery() as nursery:
@@ -168,6 +175,13 @@ def test_every_wait_ends_and_all_memory_is_given_back(
                     case "fail" if call:
                         may_fail |= COURSES[extra] != Course.WAIT_FOREVER
                         call.fail(extra)
+                    case "hot":
+                        bench.want_hot(number * 5 % 150, number * 5 % 150 + 20)
+                    case "forget hot":
+                        bench.scheduler.forget_hot()
+                    case "fault":
+                        start = bench.layout.start[bench.stored[number * 5 % 150]]
+                        bench.scheduler.note_fault(start, start + 1, file_end=bench.layout.start[-1])
                     case "evict":
                         bench.residency.shed(1 << 30, unread_too=True)
                         bench.scheduler.kick()
@@ -282,5 +296,71 @@ def test_what_was_read_and_has_left_memory_is_not_fetched_again_ahead_of_anybody
             nursery.cancel_scope.cancel()
         assert set(brought) == set(bench.stored)
         assert len(brought) <= 1.02 * len(bench.stored)
+
+    in_virtual_time(test)
+
+
+def test_a_read_that_joined_the_learned_order_is_answered_when_that_is_given_up(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=False, memory_bytes=8 * MIB, foresees=True)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            bench.want_hot(0, 120)
+            await trio.testing.wait_all_tasks_blocked()
+            read = bench.want(bench.stored[100], Want.STREAM)  # still queued: two GETs at a time
+            bench.scheduler.forget_hot()
+            while read not in bench.over:
+                for call in list(bench.calls):
+                    call.finish()
+                await trio.sleep(0.5)
+            assert read is not None
+            assert read.failure is None
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_what_is_read_is_fetched_though_the_learned_order_has_filled_the_memory(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=False, memory_bytes=256 * KIB, foresees=True)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            bench.want_hot(0, 150)
+            for _ in range(20):  # nobody reads what comes, and soon there is no room for more of it
+                for call in list(bench.calls):
+                    call.finish()
+                await trio.sleep(0.5)
+            read = bench.want(bench.stored[140], Want.STREAM)
+            assert read is not None
+            await trio.testing.wait_all_tasks_blocked()
+            bench.call_for(bench.stored[140]).finish()
+            await settle()
+            assert read in bench.over
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_what_nobody_waits_for_and_stood_still_is_asked_for_again(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=True, memory_bytes=64 * MIB)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            await trio.testing.wait_all_tasks_blocked()
+            hung = bench.calls[0]
+            for _ in range(400):
+                for call in list(bench.calls):
+                    if call is not hung:
+                        call.finish()
+                await trio.sleep(0.5)
+            hung.fail(StoreErrorKind.TRANSIENT)
+            await trio.sleep(10)
+            for _ in range(20):
+                for call in list(bench.calls):
+                    call.finish()
+                await trio.sleep(1)
+            assert not any(bench.residency.is_absent(chunk) for chunk in bench.stored)
+            assert not bench.scheduler._flights
+            nursery.cancel_scope.cancel()
 
     in_virtual_time(test)
