@@ -91,7 +91,7 @@ def harvest(
     if not request.runsc.is_file():
         raise NotFound(f"{request.runsc}: no runsc there (--runsc, or $PATH)")
     spec = _read_spec(request.bundle)
-    shared = shared_directories(spec)
+    shared = shared_directories(spec, request.runsc_flags)
     if shared and not request.shares_directories:
         raise Refused(
             f"{request.bundle}: the sandbox could write into the host's {', '.join(shared)}; give a bundle with copies,"

@@ -5,7 +5,7 @@ changed: where the root is, which namespaces and cgroups are joined, hooks, and 
 """
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,10 +43,25 @@ def throwaway_spec(spec: Mapping[str, Any], *, bundle: Path, container_id: str) 
     return changed
 
 
-def shared_directories(spec: Mapping[str, Any]) -> tuple[str, ...]:
-    """Name where the container could write into files of the host: its writable bind mounts."""
-    return tuple(
-        str(mount.get("destination"))
-        for mount in spec.get("mounts", ())
-        if mount.get("type", "bind") not in _OWN_FILESYSTEMS and "ro" not in mount.get("options", ())
-    )
+def shared_directories(spec: Mapping[str, Any], runsc_flags: Sequence[str] = ()) -> tuple[str, ...]:
+    """Name where the container could write into files of the host: writable bind mounts, and its own root, unless runsc
+    puts an overlay over it, as it does when no flag says otherwise.
+
+    Raises: `Refused` when the mounts are none.
+    """
+    overlays = [flag.partition("=")[2] for flag in runsc_flags if flag.lstrip("-").startswith("overlay2")]
+    try:
+        is_bare = bool(overlays) and overlays[-1] in ("", "none") and not spec.get("root", {}).get("readonly", False)
+        mounts = spec.get("mounts") or ()
+        return (("/",) if is_bare else ()) + tuple(
+            str(mount.get("destination")) for mount in mounts if _is_writable_bind(mount)
+        )
+    except (AttributeError, TypeError) as error:
+        raise Refused("its config.json is not the spec of a container") from error
+
+
+def _is_writable_bind(mount: Mapping[str, Any]) -> bool:
+    """Tell by what runsc goes by: an option makes a bind of any type (specutils.MaybeConvertToBindMount)."""
+    options = mount.get("options") or ()
+    is_bind = "bind" in options or "rbind" in options or mount.get("type", "bind") not in _OWN_FILESYSTEMS
+    return is_bind and ("ro" not in options or "rw" in options)

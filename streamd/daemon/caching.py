@@ -4,7 +4,9 @@ Opening is bounded: a disk that hangs must not keep a pod from starting. Sealing
 """
 
 import os
+import threading
 from collections.abc import Callable
+from typing import Generic, TypeVar
 
 import structlog
 import trio
@@ -19,10 +21,45 @@ from streamd.store.port import Store
 
 log = structlog.get_logger()
 
+_T = TypeVar("_T")
+
 # A healthy directory opens in milliseconds.
 _CACHE_OPEN_TIMEOUT_S = 5.0
 # How often it is looked whether an image is whole: what a next mount can't be sooner than.
 _WHOLE_LOOK_S = 0.5
+
+
+class Late(Generic[_T]):
+    """A call in a thread whose result is let go of when it comes after the caller has given up: a disk that hung must
+    not leave locks behind that nobody uses."""
+
+    def __init__(self, let_go: Callable[[_T], object]) -> None:
+        self._let_go = let_go
+        self._lock = threading.Lock()
+        self._is_given_up = False
+        self._results: list[_T] = []
+
+    async def call(self, function: Callable[..., _T], *args: object) -> _T:
+        """Make the call. Raises: what it raises; `trio.Cancelled`, and then its result is nobody's."""
+
+        def run() -> None:
+            result = function(*args)
+            with self._lock:
+                if not self._is_given_up:
+                    self._results.append(result)
+                    return
+            self._let_go(result)
+
+        try:
+            await trio.to_thread.run_sync(run, abandon_on_cancel=True)
+        except trio.Cancelled:
+            with self._lock:
+                self._is_given_up = True
+                results, self._results = self._results, []
+            for result in results:
+                self._let_go(result)
+            raise
+        return self._results.pop()
 
 
 async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -> tuple[NodeCache | None, str | None]:
@@ -52,9 +89,10 @@ async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -
         )
 
     problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
+    cache = Late[NodeCache](NodeCache.close)
     with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
         try:
-            return await trio.to_thread.run_sync(open_it, abandon_on_cancel=True), None
+            return await cache.call(open_it), None
         except CacheUnusable as error:
             problem = str(error)
     memory_max_bytes = options.config.memory_max_bytes

@@ -15,7 +15,8 @@ log = structlog.get_logger()
 
 # The trace is small; a store that takes longer is slow for everything, and the mount needn't wait for this.
 _LOAD_TIMEOUT_S = 5.0
-# What an unmount waits for, so that the last sample is not lost.
+# How long adding one sample may take, and what an unmount waits for, so that the last one is not lost.
+_SAVE_S = 5.0
 _LAST_SAVE_S = 3.0
 # Samples that wait to be added. Each is of one restore: more come only while the store hangs, and the first are enough.
 _SAMPLES_MAX = 16
@@ -48,8 +49,8 @@ class Learner:
         """Add samples until cancelled; then those that wait, within a bound."""
         try:
             async for sample in self._samples:
-                # Not abandoned on cancel: the trace that is being written is the last one's rival.
-                with trio.CancelScope(shield=True):
+                # An unmount lets it end, within a bound; the store refuses a rival that is later, by its generation.
+                with trio.move_on_after(_SAVE_S, shield=True):
                     await self._save(sample)
         finally:
             with trio.move_on_after(_LAST_SAVE_S, shield=True):

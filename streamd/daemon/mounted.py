@@ -8,7 +8,8 @@ every step is bounded, whatever the store or a disk does.
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import ExitStack, suppress
 from typing import Any
 
 import structlog
@@ -91,14 +92,14 @@ async def _serve(
 ) -> bool:
     """Serve warm where that can be, else by FUSE; true when SIGINT ended it."""
     cache, cache_problem = await open_node_cache(options, store, pinned)
-    # A signal between a mount and its receiver would leave a dead mount behind: it waits.
-    signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
-    bind = None if cache is None else await bind_sealed(cache, pinned, directory, is_wanted=options.warm)
-    if cache is not None and bind is not None:
-        warm = WarmMount(options, store, pinned, control_socket, ready, cache=cache, bind=bind)
-        await warm.run()
-        return warm.is_interrupted
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+    if cache is not None:
+        # From before there is a mount: it must not outlive its server. What comes meanwhile is delivered after all.
+        with trio.open_signal_receiver(*_ENDING_SIGNALS) as signals:
+            bind = await bind_sealed(cache, pinned, directory, is_wanted=options.warm)
+            if bind is not None:
+                warm = WarmMount(options, store, pinned, control_socket, ready, cache=cache, bind=bind)
+                await warm.run(signals)
+                return warm.is_interrupted
     mount = _Mount(options, directory, store, pinned, control_socket, ready, cache=cache, cache_problem=cache_problem)
     await mount.run()
     return mount.is_interrupted
@@ -150,33 +151,35 @@ class _Mount:
             on_sample=on_sample,
             read_limit_s=_read_limit_s(),
         )
-        async with trio.open_nursery() as nursery:
-            await nursery.start(self._image.run)
-            async with trio.open_nursery() as preparing:
-                preparing.start_soon(self._load_small_files)
-                preparing.start_soon(learner.prepare, self._image)
-            # A signal between the mount and its receiver would leave a dead mount behind: it waits.
-            signal.pthread_sigmask(signal.SIG_BLOCK, _ENDING_SIGNALS)
-            self._mount = mounting.mount(self._directory)
-            try:
-                session = Session(self._image, self._mount)
-                await nursery.start(self._end_on_signals)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
-                nursery.start_soon(self._control_socket.serve, self)
-                nursery.start_soon(self._give_memory_back)
-                if self._cache is not None:
-                    nursery.start_soon(seal_when_whole, self._cache, self._pinned, lambda: self._image.is_whole)
-                nursery.start_soon(learner.run)
-                nursery.start_soon(records.run)
-                nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._options.mountpoint)
-                self._ready(self.status())
-                log.info("mount serves", mountpoint=self._options.mountpoint, snapshot=self._options.snapshot_url)
-                await session.serve()
-            finally:
-                mounting.abort(self._mount.mountpoint, self._mount.device)
-                self._image.fail(_every, "the mount is going away")
-                self._image.learn()
-                nursery.cancel_scope.cancel()
+        with ExitStack() as handlers:
+            async with trio.open_nursery() as nursery:
+                await nursery.start(self._image.run)
+                async with trio.open_nursery() as preparing:
+                    preparing.start_soon(self._load_small_files)
+                    preparing.start_soon(learner.prepare, self._image)
+                # From before there is a mount until all has ended: a mount must not outlive its server.
+                signals = handlers.enter_context(trio.open_signal_receiver(*_ENDING_SIGNALS))
+                self._mount = mounting.mount(self._directory)
+                try:
+                    session = Session(self._image, self._mount)
+                    nursery.start_soon(self._end_on_signals, signals)
+                    nursery.start_soon(self._control_socket.serve, self)
+                    nursery.start_soon(self._give_memory_back)
+                    if self._cache is not None:
+                        nursery.start_soon(seal_when_whole, self._cache, self._pinned, lambda: self._image.is_whole)
+                    nursery.start_soon(learner.run)
+                    nursery.start_soon(records.run)
+                    nursery.start_soon(
+                        hold_lease, self._store, self._pinned.manifest.snapshot_id, self._options.mountpoint
+                    )
+                    self._ready(self.status())
+                    log.info("mount serves", mountpoint=self._options.mountpoint, snapshot=self._options.snapshot_url)
+                    await session.serve()
+                finally:
+                    mounting.abort(self._mount.mountpoint, self._mount.device)
+                    self._image.fail(_every, "the mount is going away")
+                    self._image.learn()
+                    nursery.cancel_scope.cancel()
         session.end()
         os.close(self._mount.fd)
         log.info("mount ended", mountpoint=self._options.mountpoint)
@@ -210,28 +213,26 @@ class _Mount:
                 f"the store did not give the snapshot's small files within {self._options.store_timeout_s:g} s ({last})"
             )
 
-    async def _end_on_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    async def _end_on_signals(self, signals: AsyncIterator[int]) -> None:
         """Let the first signal wait a while for files to be closed, a second one not; then fail what still waits."""
-        with trio.open_signal_receiver(*_ENDING_SIGNALS) as signals:
-            task_status.started()
-            async for number in signals:
-                self.is_interrupted = number == signal.SIGINT
-                openers = self._image.openers()
-                log.info("ending on a signal", signal=signal.Signals(number).name, openers=len(openers))
-                if openers:
-                    log.warning(
-                        "in use: waiting for the files to be closed; a second signal fails the reads that wait",
-                        wait_s=self._options.config.policy.umount_wait_s,
-                        commands=sorted({f"{h.opener.command} (pid {h.opener.pid})" for h in openers}),
-                    )
-                break
-            with trio.move_on_after(self._options.config.policy.umount_wait_s):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._until_released, nursery.cancel_scope)
-                    async for _ in signals:
-                        break
-                    nursery.cancel_scope.cancel()
-            await self._abort()
+        async for number in signals:
+            self.is_interrupted = number == signal.SIGINT
+            openers = self._image.openers()
+            log.info("ending on a signal", signal=signal.Signals(number).name, openers=len(openers))
+            if openers:
+                log.warning(
+                    "in use: waiting for the files to be closed; a second signal fails the reads that wait",
+                    wait_s=self._options.config.policy.umount_wait_s,
+                    commands=sorted({f"{h.opener.command} (pid {h.opener.pid})" for h in openers}),
+                )
+            break
+        with trio.move_on_after(self._options.config.policy.umount_wait_s):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._until_released, nursery.cancel_scope)
+                async for _ in signals:
+                    break
+                nursery.cancel_scope.cancel()
+        await self._abort()
 
     async def _give_memory_back(self) -> None:
         """Return memory that a load has used and freed, while it goes on and once it is over."""
@@ -241,7 +242,8 @@ class _Mount:
             fetched_bytes = self._image.stats.fetched_bytes
             if fetched_bytes - given_back_at_bytes > _MEMORY_STEP_BYTES:
                 given_back_at_bytes = fetched_bytes
-                await trio.to_thread.run_sync(allocator.give_back, abandon_on_cancel=True)
+                with suppress(RuntimeError):  # no thread to be had
+                    await trio.to_thread.run_sync(allocator.give_back, abandon_on_cancel=True)
 
     async def _until_released(self, done: trio.CancelScope) -> None:
         while self._image.openers():

@@ -12,12 +12,13 @@ served as ever.
 import os
 import select
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 import structlog
 import trio
 
+from streamd.daemon.caching import Late
 from streamd.daemon.control import ControlSocket, FailSelector, Opener
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
@@ -39,7 +40,6 @@ _OPEN_TIMEOUT_S = 5.0
 _UNMOUNT_TIMEOUT_S = 5.0
 _RELEASE_LOOK_S = 0.1
 _OPENERS_NAMED = 5
-_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class WarmInUse(Refused):
@@ -61,9 +61,10 @@ async def bind_sealed(cache: NodeCache, pinned: Pinned, directory: Mountpoint, *
     None, too, when the disk doesn't answer in time, or the kernel can't.
     """
     reason = f"the disk did not answer within {_OPEN_TIMEOUT_S:g} s"
+    files = Late[int](os.close)
     with trio.move_on_after(_OPEN_TIMEOUT_S):
         try:
-            files_fd = await trio.to_thread.run_sync(_open_and_hold, cache, pinned, is_wanted, abandon_on_cancel=True)
+            files_fd = await files.call(_open_and_hold, cache, pinned, is_wanted)
             try:
                 return binding.bind(files_fd, directory)
             except BaseException:
@@ -117,12 +118,11 @@ class WarmMount:
         self._bind = bind
         self.is_interrupted = False
 
-    async def run(self) -> None:
-        """Answer until the bind is gone, whoever takes it away. Call it with the ending signals blocked."""
+    async def run(self, signals: AsyncIterator[int]) -> None:
+        """Answer until the bind is gone, whoever takes it away; `signals` are those that are to end it."""
         try:
             async with trio.open_nursery() as nursery:
-                await nursery.start(self._end_on_signals)
-                signal.pthread_sigmask(signal.SIG_UNBLOCK, _ENDING_SIGNALS)
+                nursery.start_soon(self._end_on_signals, signals)
                 nursery.start_soon(self._control_socket.serve, self)
                 nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._bind.mountpoint)
                 self._ready(self.status())
@@ -143,24 +143,27 @@ class WarmMount:
         """
         with open(mountinfo.MOUNTINFO, "rb") as table, select.epoll() as changes:
             changes.register(table, select.EPOLLPRI)
-            while mountinfo.with_id(self._bind.mount_id) is not None:
+            while self._is_there():
                 await trio.lowlevel.wait_readable(changes.fileno())
 
-    async def _end_on_signals(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+    def _is_there(self) -> bool:
+        """Whether the bind is in the table: numbers of mounts are used again, at once, by whoever mounts next."""
+        entry = mountinfo.with_id(self._bind.mount_id)
+        return entry is not None and entry.device == self._bind.device and binding.is_bind(entry)
+
+    async def _end_on_signals(self, signals: AsyncIterator[int]) -> None:
         """Let the first signal wait a while for files to be closed, a second one not; then detach the bind."""
-        with trio.open_signal_receiver(*_ENDING_SIGNALS) as signals:
-            task_status.started()
-            async for number in signals:
-                self.is_interrupted = number == signal.SIGINT
-                log.info("ending on a signal", signal=signal.Signals(number).name)
-                break
-            with trio.move_on_after(self._options.config.policy.umount_wait_s):
-                async with trio.open_nursery() as nursery:
-                    nursery.start_soon(self._until_released, nursery.cancel_scope)
-                    async for _ in signals:
-                        break
-                    nursery.cancel_scope.cancel()
-            await self._detach()
+        async for number in signals:
+            self.is_interrupted = number == signal.SIGINT
+            log.info("ending on a signal", signal=signal.Signals(number).name)
+            break
+        with trio.move_on_after(self._options.config.policy.umount_wait_s):
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._until_released, nursery.cancel_scope)
+                async for _ in signals:
+                    break
+                nursery.cancel_scope.cancel()
+        await self._detach()
 
     async def _until_released(self, done: trio.CancelScope) -> None:
         while not await self._unmount():

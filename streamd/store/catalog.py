@@ -65,6 +65,11 @@ class BeingRemoved(Refused):
         self.reason = reason
 
 
+# Of one snapshot: a TB in packs of 32 MiB is 32 768, and leases, and what interrupted pushes have left. More is no
+# snapshot of ours, and would fill the memory of whoever opens it.
+OBJECTS_MAX = 200_000
+
+
 def open_snapshot(store: Store, snapshot_id: str) -> Pinned:
     """Pin a snapshot.
 
@@ -72,7 +77,13 @@ def open_snapshot(store: Store, snapshot_id: str) -> Pinned:
     names the field or the pack; `Refused` for a manifest of a later version; `StoreError`, CHANGED among them when the
     manifest was replaced in this moment.
     """
-    infos = {info.key: info for info in store.list(f"{names.checked_id(snapshot_id)}/")}
+    infos = {}
+    for info in store.list(f"{names.checked_id(snapshot_id)}/"):
+        infos[info.key] = info
+        if len(infos) > OBJECTS_MAX:
+            raise Refused(
+                f"{store.url}/{snapshot_id} has more than {OBJECTS_MAX} objects; `streamd gc` removes leftovers"
+            )
     try:
         return _pin(store, snapshot_id, infos)
     except StoreError as error:

@@ -88,6 +88,8 @@ class LearnedOrder:
             log.info("a restore's sample is lost: others kept writing the learned order", tries=TRIES_MAX)
         except UnknownTrace as error:
             log.info("the learned order is left as it is", reason=str(error))
+        except (ValueError, OverflowError) as error:  # a sample that can't be written down is worth no mount
+            log.warning("a restore's sample is lost", reason=str(error))
         except StoreError as error:
             self._is_forbidden = error.store_kind is StoreErrorKind.FORBIDDEN
             log.warning(

@@ -47,7 +47,8 @@ def test_time_passes_as_the_calls_say_and_not_while_one_works() -> None:
 
     began_s = time.monotonic()
     in_virtual_time(test)
-    assert ends == [("short", 10.0), ("same", 10.0), ("long", 900.0)]
+    assert sorted(ends[:2]) == [("same", 10.0), ("short", 10.0)]  # at the same time, in either order
+    assert ends[2:] == [("long", 900.0)]
     assert time.monotonic() - began_s < 60
 
 

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -115,6 +116,29 @@ def test_a_sealed_snapshot_is_a_read_only_bind_with_the_right_bytes(
     # Reading changed nothing: it is warm again.
     with mounts.start(saved.url) as mount:
         assert mount.ready["mode"] == "warm"
+
+
+def test_a_warm_mount_ends_though_its_number_is_anothers_by_then(
+    mounts: Mounts, saved: "Saved", warm_image: Path, tmp_path: Path
+) -> None:
+    with mounts.start(saved.url) as mount:
+        number = shown(mount).mount_id
+        others: list[Path] = []
+        mount.signal(signal.SIGSTOP)
+        try:
+            subprocess.run(["umount", mount.mountpoint], check=True)
+            while mountinfo.with_id(number) is None:  # the kernel gives the lowest that is free
+                assert len(others) < 100
+                others.append(tmp_path / str(len(others)))
+                others[-1].mkdir()
+                subprocess.run(["mount", "-t", "tmpfs", "none", others[-1]], check=True)
+            mount.signal(signal.SIGCONT)
+            assert mount.wait() == 0
+        finally:
+            with suppress(ProcessLookupError):
+                mount.signal(signal.SIGCONT)
+            for other in others:
+                subprocess.run(["umount", other], check=True)
 
 
 def test_a_mount_that_serves_a_whole_snapshot_seals_it(mounts: Mounts, saved: "Saved", warm_image: Path) -> None:

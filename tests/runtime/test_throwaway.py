@@ -73,3 +73,29 @@ def test_directories_of_the_host_that_could_be_written_to_are_named() -> None:
         {"destination": "/logs", "source": "/var/log/web"},
     ]
     assert shared_directories(spec) == ("/data", "/logs")
+
+
+@pytest.mark.parametrize(
+    "mount",
+    [
+        {"destination": "/d", "type": "tmpfs", "source": "/srv", "options": ["rbind"]},
+        {"destination": "/d", "type": "bind", "source": "/srv", "options": ["ro", "rw"]},
+        {"destination": "/d", "type": "bind", "source": "/srv"},
+    ],
+    ids=["bind-by-option", "rw-after-ro", "no-options"],
+)
+def test_a_directory_of_the_host_is_known_by_what_runsc_goes_by(mount: dict[str, Any]) -> None:
+    assert shared_directories({"mounts": [mount]}) == ("/d",)
+
+
+def test_a_root_without_an_overlay_is_shared_unless_it_is_read_only() -> None:
+    assert shared_directories({"root": {}}, ["--overlay2=none"]) == ("/",)
+    assert shared_directories({"root": {"readonly": True}}, ["--overlay2=none"]) == ()
+    assert shared_directories({"root": {}}, ["--overlay2=none", "--overlay2=root:self"]) == ()
+    assert shared_directories({"root": {}}) == ()
+
+
+@pytest.mark.parametrize("spec", [{"mounts": 7}, {"mounts": ["x"]}, {"root": 3, "mounts": []}])
+def test_mounts_that_are_none_are_refused(spec: dict[str, Any]) -> None:
+    with pytest.raises(Refused):
+        shared_directories(spec, ["--overlay2=none"])

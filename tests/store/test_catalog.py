@@ -287,3 +287,11 @@ def test_whoever_lists_a_snapshot_is_told_so(directory: DirectoryStore, director
         list(list_snapshots(DirectoryStore(str(directory_root / "web-1"))))
     directory.put("manifest", b"someone's", condition=Condition.ABSENT)
     assert [entry.snapshot_id for entry in list_snapshots(directory)] == ["web-1"]
+
+
+def test_a_snapshot_of_endless_objects_is_refused(directory: DirectoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("streamd.store.catalog.OBJECTS_MAX", 3)
+    for number in range(5):
+        directory.put(f"web/lease/{number}", b"", condition=Condition.ANY)
+    with pytest.raises(Refused, match="more than 3 objects"):
+        open_snapshot(directory, "web")
