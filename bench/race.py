@@ -24,7 +24,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import TracebackType
@@ -282,18 +282,23 @@ def main() -> int:
     if arguments.rounds is not None:
         cells = [replace(cell, rounds=arguments.rounds) for cell in cells]
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # leaves by the same door as Ctrl-C
+
+    def keep(course: _Course) -> Race:
+        """Write down what was raced so far."""
+        race = Race(cells, course.runs, course.awaited_bytes)
+        arguments.output.mkdir(parents=True, exist_ok=True)
+        (arguments.output / "race.json").write_text(_published(race, course, quick=arguments.quick) + "\n")
+        (arguments.output / "race.md").write_text(markdown(race))
+        draw(race, arguments.output / "race.svg")
+        return race
+
     try:
-        course = _run_course(cells, arguments.contestants)
+        course = _run_course(cells, arguments.contestants, keep)
     except KeyboardInterrupt:
         _say("interrupted; everything is cleaned up")
         return 130
-    race = Race(cells, course.runs, course.awaited_bytes)
-    published = _published(race, course, quick=arguments.quick)
-    arguments.output.mkdir(parents=True, exist_ok=True)
-    (arguments.output / "race.json").write_text(published + "\n")
-    (arguments.output / "race.md").write_text(markdown(race))
-    draw(race, arguments.output / "race.svg")
-    print(published, flush=True)
+    race = keep(course)
+    print(_published(race, course, quick=arguments.quick), flush=True)
     print(markdown(race), file=sys.stderr)
     problems = [*course.failures, *(f"wrong memory: {run}" for run in wrong(race))]
     for problem in problems:
@@ -301,8 +306,8 @@ def main() -> int:
     return 1 if problems else 0
 
 
-def _run_course(cells: Sequence[Cell], contestants: Sequence[str]) -> _Course:
-    """Race in a directory of our own, and take everything away that was made."""
+def _run_course(cells: Sequence[Cell], contestants: Sequence[str], keep: Callable[[_Course], object]) -> _Course:
+    """Race in a directory of our own, and take everything away that was made; `keep` is called after each heap."""
     with contextlib.ExitStack() as stack:
         parent = os.environ.get("TMPDIR") or "/var/tmp"  # on a disk where /tmp may be memory
         directory = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="streamd-race-", dir=parent)))
@@ -316,6 +321,7 @@ def _run_course(cells: Sequence[Cell], contestants: Sequence[str]) -> _Course:
         course = _Course(directory, runsc, contestants)
         for _, of_one_heap in itertools.groupby(cells, key=lambda cell: cell.heap):
             course.race_heap(list(of_one_heap))
+            keep(course)
     return course
 
 

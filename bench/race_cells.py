@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 from bench.race_workload import REGION_MIB
 
 MBIT = 10**6
-# What F is measured at, whatever the rate of the cell (the definition).
+# What F is measured at, whatever the rate of the cell (as the goal defines it).
 REFERENCE_BIT_PER_S = 800 * MBIT
 LATENCY_S = 0.015
-# How long before runsc the mount of a learned restore starts (the definition).
+# How long before runsc the mount of a learned restore starts (as the goal defines it).
 LEARNED_LEAD_S = 1.0
 
 EVERY_ROUND = ("local", "gvisor-gcs", "streamd-first", "streamd-learned", "streamd-warm")

@@ -1,6 +1,6 @@
 """From the runs of a race to the table of goals, and both tables as Markdown (pure).
 
-A *goal* is a row of the issue: a figure, what it must be and what it aims at. Figures are medians over a cell's rounds.
+A *goal* is a figure that counts, what it must be and what it aims at. Figures are medians over a cell's rounds.
 The unit of the first two rows is F/B, the time that the link needs for the bytes that gVisor waits for before the first
 answer: F (bytes) is measured once per heap and request, by a reference run; B is the cell's link.
 """
@@ -108,12 +108,12 @@ def link_use(
     return None
 
 
-# From when a first request counts, where it isn't from nothing (the issue's definition).
+# From when a first request counts, where it isn't from nothing (as the goal defines it).
 _FIGURES = {"streamd-learned": first_learned, "streamd-warm": first}
 
 
 def goals(race: Race) -> list[Goal]:
-    """Give the issue's table."""
+    """Give the table of goals."""
     cells = {cell.name: cell for cell in race.cells}
     compact, large = cells.get("region"), cells.get("large")
 
