@@ -39,6 +39,7 @@ _OPEN_TIMEOUT_S = 5.0
 # The kernel takes a mount away at once, or says no.
 _UNMOUNT_TIMEOUT_S = 5.0
 _RELEASE_LOOK_S = 0.1
+_TABLE_LOOK_S = 2.0
 _OPENERS_NAMED = 5
 
 
@@ -139,12 +140,14 @@ class WarmMount:
         """Wait until the kernel's table has the bind no more.
 
         The table tells of its changes by POLLPRI (proc_pid_mountinfo(5)), which Trio can't wait for; it can wait for
-        an epoll that does.
+        an epoll that does. Whoever asks after a change makes the kernel forget it (fs/proc_namespace.c:mounts_poll),
+        the epoll itself among them when it is waited for anew: so it is looked again after a while.
         """
         with open(mountinfo.MOUNTINFO, "rb") as table, select.epoll() as changes:
             changes.register(table, select.EPOLLPRI)
             while self._is_there():
-                await trio.lowlevel.wait_readable(changes.fileno())
+                with trio.move_on_after(_TABLE_LOOK_S):
+                    await trio.lowlevel.wait_readable(changes.fileno())
 
     def _is_there(self) -> bool:
         """Whether the bind is in the table: numbers of mounts are used again, at once, by whoever mounts next."""
