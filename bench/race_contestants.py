@@ -138,8 +138,12 @@ def streamd_warm(ground: Ground) -> Iterator[Ready]:
     """Mount what the last learned restore has brought here, in the page cache as the local directory is."""
     if ground.resident is None:
         raise AgentError("nothing is resident yet")
+    # The last mount ended before it had sealed the image, which is the background's work of some seconds.
+    ground.resident.run("cache", "verify")
     _read_all(ground.resident.directory / "cache")
     with _mounted(ground, ground.resident) as ready:
+        if ground.resident.status(ground.mountpoint)["mode"] != "warm":
+            raise AgentError("the mount is not warm: the cache doesn't have the whole image")
         yield ready
 
 
@@ -291,6 +295,8 @@ def _served(streamd: Streamd, mountpoint: Path) -> Served | None:
     try:
         status = streamd.status(mountpoint)
     except StreamdError:
+        return None
+    if status["mode"] == "warm":  # its process serves nothing
         return None
     return Served(
         bytes=sum(kind["bytes"] for kind in status["reads"].values()),
