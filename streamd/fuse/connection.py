@@ -2,9 +2,10 @@
 
 A restore makes thousands of reads, 128 of them waiting at any time, and everything else is a handful. So this loop owns
 the mount's descriptor. A READ is parsed (40 + 40 bytes), handed to the image, and answered from whatever brings its
-last chunk: no task, no lock and no epoll registration for each, which were more than half of the serving thread's time
-under pyfuse3 (README: figures). Every other request goes, as it is, to libfuse over a socket pair that libfuse takes
-for the device, and libfuse's answers come back the same way: they keep their boundaries (SOCK_SEQPACKET).
+last chunk: no task, no lock and no epoll registration for each, which were more than a third of the serving thread's
+time under pyfuse3 (py-spy, a restore at 800 Mbit/s). Every other request goes, as it is, to libfuse over a socket pair
+that libfuse takes for the device, and libfuse's answers come back the same way: they keep their boundaries
+(SOCK_SEQPACKET).
 
 INTERRUPT is dropped: a read is never given up because a signal came (design rule 3), and nothing else takes long.
 

@@ -212,10 +212,6 @@ class GoogleStore:
 
     # The clients.
 
-    @property
-    def _read_timeout(self) -> tuple[float, float]:
-        return self._timeouts.connect_s, self._timeouts.silence_s
-
     def _fresh_token(self) -> str:
         """Have a good token at hand, if this store needs one. Raises: `StoreError`."""
         if self._anonymous:
