@@ -395,15 +395,18 @@ def _check(parent_fd: int, name: str, key: str, *, generation: str) -> None:
 
 
 def _sweep(own_fd: int) -> None:
-    """Remove what dead writers left: files that are old by mtime and that nobody holds locked."""
+    """Remove what dead writers left: files that are old by mtime and that nobody holds locked.
+
+    A young file isn't even locked to find out: its writer, who is about to lock it, would be refused.
+    """
     for name in os.listdir(own_fd):
         if not name.startswith(_TEMPORARY):
             continue
         with contextlib.suppress(OSError):
             fd = os.open(name, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=own_fd)
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 if time.time() - os.fstat(fd).st_mtime > _SWEEP_AGE_S:
+                    fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
                     os.unlink(name, dir_fd=own_fd)
             finally:
                 os.close(fd)

@@ -168,6 +168,25 @@ def test_what_dead_writers_left_is_never_listed_and_is_swept_by_a_later_store(
     assert sorted(path.name for path in own.iterdir()) == ["lock", "put-alive", "put-young"]
 
 
+def test_a_sweep_leaves_a_young_file_to_its_writer_who_is_about_to_lock_it(
+    store: DirectoryStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.put("k", b"", condition=Condition.ABSENT)
+    young = root / ".streamd" / "put-young"
+    young.write_bytes(b"")
+    locked: list[int] = []
+    flock = fcntl.flock
+
+    def noting(fd: int, operation: int) -> None:
+        locked.append(os.fstat(fd).st_ino)
+        flock(fd, operation)
+
+    monkeypatch.setattr("streamd.store.directory.fcntl.flock", noting)
+    DirectoryStore(str(root)).put("l", b"", condition=Condition.ABSENT)
+    assert locked
+    assert young.stat().st_ino not in locked
+
+
 WRITER = """
 import sys
 from streamd.store.directory import DirectoryStore
