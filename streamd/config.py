@@ -14,7 +14,7 @@
 
     [fetch]
     background_gets = 16                   # most requests to the store at once for what no thread waits for
-    get_bytes = "4MiB"                     # most bytes of one such request
+    get_bytes = "2MiB"                     # most bytes of one such request
     fault_gets = 16                        # requests at once for stopped threads, on top
 
     [policy]
@@ -90,7 +90,7 @@ class FetchConfig:
     """
 
     background_gets: int = 16
-    get_bytes: int = 4 * MIB
+    get_bytes: int = 2 * MIB
     fault_gets: int = 16
 
 

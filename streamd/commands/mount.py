@@ -15,6 +15,9 @@ from streamd.config import Config, Prefetch, disk_bytes, parse_size
 from streamd.daemon.options import MountOptions
 from streamd.errors import StreamdError
 
+# The first to import structlog, for its reason.
+from streamd.logs import BoundedLog, configure
+
 if TYPE_CHECKING:
     from streamd.daemon.background import ReadyPipe
     from streamd.daemon.control_client import MountClient
@@ -125,7 +128,6 @@ def _serve(options: MountOptions, *, pipe: "ReadyPipe | None", as_json: bool) ->
     from streamd.daemon.background import log_path
     from streamd.daemon.mounted import run_mount
     from streamd.daemon.relay import single_error
-    from streamd.logs import BoundedLog, configure
 
     if pipe is None:
         configure(options.config.log_level)

@@ -33,7 +33,10 @@ def decoder() -> Decoder:
 
 
 class _Frames:
-    """Cuts a body into the frames of a plan. A frame that came in several pieces is put together once, when it ends."""
+    """Cuts a body into the frames of a plan. A frame that came in several pieces is put together once, when it ends.
+
+    The pieces are ours to keep: one that is a whole frame is not copied.
+    """
 
     def __init__(self, plan: GetPlan, deliver: Callable[[FrameSpan, Buffer], None]) -> None:
         self._rest = iter(plan.frames)
@@ -52,7 +55,10 @@ class _Frames:
                 self._finish(self._frame)
 
     def _finish(self, frame: FrameSpan) -> None:
-        data = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
+        first = self._pieces[0]
+        # A part of a larger piece would keep all of it in memory.
+        is_whole = len(self._pieces) == 1 and len(first) == memoryview(first.obj).nbytes
+        data = first if is_whole else b"".join(self._pieces)
         self._pieces = []
         chunk = decoder().decode(data, codec=frame.codec, length=frame.length, digest=frame.digest)
         self._frame = next(self._rest, None)

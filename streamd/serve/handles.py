@@ -1,6 +1,6 @@
 """Open files and the reads that wait on them. State of the Trio thread; nothing here awaits."""
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from streamd.errors import StreamdError
@@ -24,21 +24,24 @@ class Opener:
 
 
 class PendingRead:
-    """One read that waits for chunks. `on_settled` is called once the last one of `missing` is there, or when it fails.
+    """One read that waits for chunks; `settled` is called once the last one of `missing` is there, or when it fails.
 
-    A chunk is kept from its arrival until the reply, so that nothing that happens in between can take it away. Who is
-    told may let it wait again for others, by `wait_for`. `failure` is final.
+    A chunk is kept from its arrival until the reply, so that nothing that happens in between can take it away. What is
+    called may let it wait again for others, by `wait_for`. `failure` is final.
     """
 
-    __slots__ = ("_on_settled", "arrived", "began_s", "failure", "missing", "want")
+    __slots__ = ("arrived", "began_s", "failure", "missing", "want")
 
-    def __init__(self, want: Want, began_s: float, on_settled: Callable[["PendingRead"], None]) -> None:
+    def __init__(self, want: Want, began_s: float) -> None:
         self.want = want
         self.began_s = began_s
         self.missing: set[int] = set()
         self.arrived: dict[int, Buffer] = {}
         self.failure: ReadFailed | None = None
-        self._on_settled = on_settled
+
+    def settled(self) -> None:
+        """Go on."""
+        raise NotImplementedError
 
     def wait_for(self, missing: Iterable[int]) -> None:
         """Wait for these chunks."""
@@ -49,13 +52,13 @@ class PendingRead:
         self.arrived[chunk] = data
         self.missing.discard(chunk)
         if not self.missing and self.failure is None:
-            self._on_settled(self)
+            self.settled()
 
     def fail(self, failure: ReadFailed) -> None:
         """End the read with an error; the first one counts."""
         if self.failure is None:
             self.failure = failure
-            self._on_settled(self)
+            self.settled()
 
 
 @dataclass(slots=True, eq=False)

@@ -4,8 +4,8 @@ A want whose class is raised is pushed again; the stale entry is recognised by i
 """
 
 import heapq
-from dataclasses import dataclass
 from enum import IntEnum
+from typing import NamedTuple
 
 
 class Want(IntEnum):
@@ -18,8 +18,10 @@ class Want(IntEnum):
     AHEAD = 4  # nobody has asked yet
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class Key:
+WANTS = tuple(Want)
+
+
+class Key(NamedTuple):
     """Sort key of a want: class first, then `rank` (arrival number; for HOT the position in the learned order)."""
 
     want: Want
@@ -30,7 +32,7 @@ class WantQueue:
     """The wants that no fetch has taken yet, most urgent first; a heap for each class, since one can be held back."""
 
     def __init__(self) -> None:
-        self._heaps: dict[Want, list[tuple[int, int]]] = {want: [] for want in Want}
+        self._heaps: dict[Want, list[tuple[int, int]]] = {want: [] for want in WANTS}
         self._key: dict[int, Key] = {}
         self._asked: dict[int, int] = {}  # chunk → rank of the first read that waits for it
 
@@ -74,7 +76,7 @@ class WantQueue:
         heap = self._heaps[want]
         while heap:
             rank, chunk = heap[0]
-            if self._key.get(chunk) == Key(want, rank) or (want == Want.STREAM and self._asked.get(chunk) == rank):
+            if self._key.get(chunk) == (want, rank) or (want == Want.STREAM and self._asked.get(chunk) == rank):
                 return chunk
             heapq.heappop(heap)
         return None

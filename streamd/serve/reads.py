@@ -62,52 +62,54 @@ class Reads:
         `base` is the first byte of the handle's file in the image. A handle with the number 0 is the mount's own and
         isn't counted.
         """
-        chunks = self._layout.chunks(start, end)
-        waited_for: Tier | None = None
-
-        def settled(read: PendingRead) -> None:
-            try:
-                go_on(read)
-            except Exception:  # here the next chunk's delivery would be lost with it
-                log.exception("a read failed in an unforeseen way", start=start, end=end)
-                read.fail(ReadFailed("internal error"))
-
-        def go_on(read: PendingRead) -> None:
-            """Look at every chunk again: what is in the cache file may have left it during a wait."""
-            nonlocal waited_for
-            if read.failure is not None:
-                finish(read.failure)
-                return
-            missing = self._missing(read, chunks)
-            if missing:
-                is_cached = all(self._residency.place(chunk) == Place.CACHED for chunk in missing)
-                waited_for = max(waited_for or Tier.ZERO, Tier.DISK if is_cached else Tier.STORE)
-                read.wait_for(missing)
-                for chunk in missing:
-                    self._scheduler.want(chunk, want, read)
-                return
-            parts = self._parts(start, end, chunks, read.arrived)
-            if parts is None:
-                waited_for = max(waited_for or Tier.ZERO, Tier.DISK)
-                assert self._nursery is not None
-                self._nursery.start_soon(self._read_slowly, read, chunks, settled)
-                return
-            if handle.number:
-                tier = self._tier(chunks, read.arrived) if waited_for is None else waited_for
-                self._note(handle, want, start - base, end - start, read.began_s, tier)
-            finish(parts)
-
-        def finish(answer: Parts | ReadFailed) -> None:
-            handle.pending.discard(read)
-            if read.failure is not None:
-                self._scheduler.leave(read.missing, read)
-                self._note_failure(handle, want, start - base, end - start, read.began_s)
-            on_answer(answer)
-
-        read = PendingRead(want, trio.current_time(), settled)
+        read = _Read(self, handle, start=start, end=end, base=base, want=want, on_answer=on_answer)
         handle.pending.add(read)
-        settled(read)
+        self.go_on(read)
         return read
+
+    def go_on(self, read: "_Read") -> None:
+        """Continue a read whose chunks are here, or that has failed."""
+        try:
+            self._go_on(read)
+        except Exception:  # here the next chunk's delivery would be lost with it
+            log.exception("a read failed in an unforeseen way", start=read.start, end=read.end)
+            read.fail(ReadFailed("internal error"))
+
+    def _go_on(self, read: "_Read") -> None:
+        """Look at every chunk again: what is in the cache file may have left it during a wait."""
+        if read.failure is not None:
+            self._finish(read, read.failure)
+            return
+        chunks = read.chunks
+        missing = self._missing(read, chunks)
+        if missing:
+            is_cached = all(self._residency.place(chunk) == Place.CACHED for chunk in missing)
+            read.waited_for = max(read.waited_for or Tier.ZERO, Tier.DISK if is_cached else Tier.STORE)
+            read.wait_for(missing)
+            for chunk in missing:
+                self._scheduler.want(chunk, read.want, read)
+            return
+        parts = self._parts(read.start, read.end, chunks, read.arrived)
+        if parts is None:
+            read.waited_for = max(read.waited_for or Tier.ZERO, Tier.DISK)
+            assert self._nursery is not None
+            self._nursery.start_soon(self._read_slowly, read)
+            return
+        if read.handle.number:
+            tier = self._tier(chunks, read.arrived) if read.waited_for is None else read.waited_for
+            self._note(read, tier)
+        self._finish(read, parts)
+
+    def _finish(self, read: "_Read", answer: Parts | ReadFailed) -> None:
+        read.handle.pending.discard(read)
+        if read.failure is not None:
+            self._scheduler.leave(read.missing, read)
+            self._note_failure(read)
+        read.on_answer(answer)
+
+    def chunks(self, start: int, end: int) -> range:
+        """Give the chunks that hold [start, end) of the image."""
+        return self._layout.chunks(start, end)
 
     def _missing(self, read: PendingRead, chunks: range) -> list[int]:
         """Give the chunks that have to be waited for; keep hold of those that are in memory."""
@@ -123,12 +125,12 @@ class Reads:
                 self._residency.touched(chunk)
         return missing
 
-    async def _read_slowly(self, read: PendingRead, chunks: range, go_on: Callable[[PendingRead], None]) -> None:
+    async def _read_slowly(self, read: "_Read") -> None:
         """Bring what is in the cache file, but not in the page cache; what can't be read is looked for elsewhere."""
-        slow = [c for c in chunks if c not in read.arrived and self._residency.is_resident(c)]
+        slow = [c for c in read.chunks if c not in read.arrived and self._residency.is_resident(c)]
         read.arrived |= await self._residency.read_slow(slow)
         if read.failure is None:
-            go_on(read)
+            self.go_on(read)
 
     def _parts(self, start: int, end: int, chunks: range, arrived: dict[int, Buffer]) -> list[Buffer] | None:
         """Put [start, end) together of what has arrived or is in place; None when a disk would have to be read.
@@ -164,22 +166,50 @@ class Reads:
         }
         return max(places)
 
-    def _note(self, handle: Handle, want: Want, start: int, size: int, began_s: float, tier: Tier) -> None:
-        """Count and record an answered read of `size` bytes from `start` of its file."""
-        waited_s = trio.current_time() - began_s if tier >= Tier.DISK else None
-        self._stats.classes[want].note(size, waited_s)
+    def _note(self, read: "_Read", tier: Tier) -> None:
+        """Count and record an answered read."""
+        size = read.end - read.start
+        waited_s = trio.current_time() - read.began_s if tier >= Tier.DISK else None
+        self._stats.classes[read.want].note(size, waited_s)
+        self._record(read, tier, waited_s or 0.0)
+
+    def _note_failure(self, read: "_Read") -> None:
+        self._stats.failed_reads += 1
+        self._record(read, Tier.FAILED, trio.current_time() - read.began_s)
+
+    def _record(self, read: "_Read", tier: Tier, wait_s: float) -> None:
         if self._recorder is not None:
             self._recorder.read(
-                handle.number, want, tier, start=start, size=size, began_s=began_s, wait_s=waited_s or 0.0
+                read.handle.number,
+                read.want,
+                tier,
+                start=read.start - read.base,
+                size=read.end - read.start,
+                began_s=read.began_s,
+                wait_s=wait_s,
             )
 
-    def _note_failure(self, handle: Handle, want: Want, start: int, size: int, began_s: float) -> None:
-        self._stats.failed_reads += 1
-        if self._recorder is not None:
-            wait_s = trio.current_time() - began_s
-            self._recorder.read(
-                handle.number, want, Tier.FAILED, start=start, size=size, began_s=began_s, wait_s=wait_s
-            )
+
+class _Read(PendingRead):
+    """A read under way: what was asked for, and what it had to wait for so far (None: nothing)."""
+
+    __slots__ = ("_reads", "base", "chunks", "end", "handle", "on_answer", "start", "waited_for")
+
+    def __init__(
+        self, reads: Reads, handle: Handle, *, start: int, end: int, base: int, want: Want, on_answer: OnAnswer
+    ) -> None:
+        super().__init__(want, trio.current_time())
+        self._reads = reads
+        self.handle = handle
+        self.start = start
+        self.end = end
+        self.base = base
+        self.on_answer = on_answer
+        self.chunks = reads.chunks(start, end)
+        self.waited_for: Tier | None = None
+
+    def settled(self) -> None:
+        self._reads.go_on(self)
 
 
 def _add_zeros(parts: list[Buffer], size: int) -> None:

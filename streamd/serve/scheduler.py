@@ -23,7 +23,7 @@ from streamd.serve.gets import SECOND_TRIES_MAX, Get, Gets, Progress
 from streamd.serve.handles import PendingRead, ReadFailed
 from streamd.serve.limit import BackgroundLimit
 from streamd.serve.memory import Accountant
-from streamd.serve.order import Key, Want, WantQueue
+from streamd.serve.order import WANTS, Key, Want, WantQueue
 from streamd.serve.plan import FrameSpan, GetPlan, Layout, joins
 from streamd.serve.policy import Fail, Trouble
 from streamd.serve.record import Recorder
@@ -236,7 +236,7 @@ class Scheduler:
     # What is started next
 
     def _start_next(self) -> bool:
-        for want in Want:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
+        for want in WANTS:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
             chunk = self._queue.first(want)
             if chunk is None:
                 continue

@@ -77,9 +77,9 @@ class Decoder:
         self._zstd = zstandard.ZstdDecompressor()
 
     def decode(self, frame: Buffer, *, codec: int, length: int, digest: bytes) -> Buffer:
-        """Give the chunk's `length` bytes, verified, in memory of their own, whatever happens to `frame` after.
+        """Give the chunk's `length` bytes, verified. A chunk that is stored as it is remains where it is, in `frame`.
 
-        Never allocates more than `length` bytes and a copy of the frame, whatever the frame claims.
+        Never allocates more than `length` bytes, whatever the frame claims.
 
         Raises: `FrameCorrupt`: not a frame of that codec, more or fewer bytes than `length`, another digest.
         """
@@ -89,13 +89,14 @@ class Decoder:
                     raise FrameCorrupt("a chunk of zeros has bytes or a checksum")
                 return bytes(length)
             case Codec.RAW:
-                chunk = bytes(frame)
+                chunk = frame
             case Codec.ZSTD:
                 chunk = self._decompress(frame, length)
             case _:
                 raise FrameCorrupt(f"codec {codec} is unknown")
-        if len(chunk) != length:
-            raise FrameCorrupt(f"the chunk has {len(chunk)} bytes instead of {length}")
+        size = memoryview(chunk).nbytes
+        if size != length:
+            raise FrameCorrupt(f"the chunk has {size} bytes instead of {length}")
         if chunk_digest(chunk) != digest:
             raise FrameCorrupt("the chunk's checksum does not match")
         return chunk

@@ -1,8 +1,7 @@
 """Access tokens of Google's, one provider for every client of a store.
 
 `Tokens.fresh` gives a token that is good for some minutes, asking for a new one when the old one runs out or was
-refused; callers that wait for the same refresh share it. `Tokens.current` never waits: it is for a client that calls
-back from a thread which must not block.
+refused; callers that wait for the same refresh share it.
 """
 
 import threading
@@ -35,7 +34,6 @@ class Tokens:
         self._request = request
         self._lock = threading.Lock()  # held through a refresh, so that there is one at a time
         self._refused: str | None = None
-        self._token = ""
 
     def fresh(self) -> str:
         """Give a token that should be accepted.
@@ -51,12 +49,7 @@ class Tokens:
                     credentials.refresh(self._request)
                 except exceptions.GoogleAuthError as error:
                     raise _error(error) from error
-            self._token = credentials.token or ""
-            return self._token
-
-    def current(self) -> str:
-        """Give the token that `fresh` gave last."""
-        return self._token
+            return credentials.token or ""
 
     def refuse(self, token: str) -> None:
         """Say that the store answered 401 to this token; if no newer one is here, `fresh` will ask for one."""

@@ -1,18 +1,19 @@
-"""A store in Google Cloud Storage: `gs://bucket/prefix`, by two clients.
+"""A store in Google Cloud Storage: `gs://bucket/prefix`.
 
-`google-cloud-storage` uploads what is large. Everything small is a plain request (`google_json.py`), since whoever
-reads must not wait for its import. Ranges are read by `obstore` (Rust; it receives without the interpreter's lock),
-because of these figures (`bench/range_reads.py`, emulator on the same machine, 2 cores, MB/s):
+`google-cloud-storage` uploads what is large. Everything else is a plain request of our own (`google_http.py`): what is
+small, since whoever reads must not wait for that client's import, and ranges, because of these figures
+(`bench/range_reads.py`, emulator on the same machine, 2 cores, MB/s):
 
-    range, threads             1 MiB, 1    1 MiB, 4    4 MiB, 1    4 MiB, 4    CPU s/GB
-    google-cloud-storage            270         163         394         234     2.4-7.1
-    obstore, whole body             825        1575        1354        1774     0.5-0.8
-    this store (in pieces)          833        1294        1087        1653     0.6-0.8
+    range, threads             1 MiB, 1    1 MiB, 4    4 MiB, 1    4 MiB, 4    CPU s/GB    at 800 Mbit/s
+    google-cloud-storage            230         163         317         255     2.6-5.2          3.3-6.0
+    obstore (Rust)                  808         749         764        1319     0.6-1.0          2.1-5.3
+    this store (in pieces)         1002        1087        1098        1466     0.4-0.8          1.2-1.9
 
-(one run of 2 s a figure, the emulator on the same two cores: their ratio counts, not their third digit).
+(one run of 2 s a figure, the emulator on the same two cores: their ratio counts, not their third digit; the last column
+is CPU s/GB where bytes come in small portions, over a link).
 
-Neither client retries, each has its time-outs, both take their tokens from one provider, and what either of them says
-went wrong is classed by one table (`store/google_errors.py`).
+Neither retries, each has its time-outs, both take their tokens from one provider, and what either of them says went
+wrong is classed by one table (`store/google_errors.py`).
 
 A read is pinned by `generation=`; that answers 404 whether the object was deleted or overwritten, and one request
 without a generation tells which. (`ifGenerationMatch` on a read would answer 412, but the emulator ignores it there.)
@@ -20,21 +21,22 @@ without a generation tells which. (`ifGenerationMatch` on a read would answer 41
 
 import base64
 import contextlib
+import http.client
+import re
 import threading
+import time
+import urllib.parse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from datetime import UTC, datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from streamd.errors import StoreError, StoreErrorKind
 from streamd.store.checksum import crc32c
 from streamd.store.credentials import Tokens, default_tokens
 from streamd.store.google_errors import refuse_strange, translated
+from streamd.store.google_http import GoogleHttp
 from streamd.store.google_json import GoogleJson
 from streamd.store.port import CLOCK_KEY, Buffer, Condition, ObjectInfo, checked_key, is_key
-
-if TYPE_CHECKING:
-    from obstore.store import GCSCredential, GCSStore
 
 _ENDPOINT = "https://storage.googleapis.com"
 # The client sends up to this much in one request, and more in steps of a resumable upload; each step is copied once. A
@@ -43,12 +45,13 @@ _ONE_REQUEST_BYTES = 8 << 20
 _UPLOAD_STEP_BYTES = 8 << 20
 # Up to this much (leases, learned orders, manifests of small snapshots) goes without Google's client.
 _SMALL_BYTES = 1 << 20
-# Pieces of a body are handed over in this size at least: what comes off a slow wire comes in 8 to 30 KiB, and each
-# piece costs a wait for the interpreter's lock. A chunk's size: at 800 Mbit/s it holds a chunk back by at most 3 ms;
-# what was received of a piece when its body is cut is asked for again.
+# A body is handed over in pieces of this size, each in memory of its own: what comes off a slow wire comes in 8 to 30
+# KiB, and each piece costs a wait for the interpreter's lock. A chunk's size: at 800 Mbit/s it holds a chunk back by at
+# most 3 ms, and a chunk that is stored as it is arrives in one piece, where it stays. What was received of a piece when
+# its body is cut is asked for again.
 PIECE_BYTES = 256 << 10
 _CONNECTIONS = 64  # kept open by the client that uploads, which has a thread for each upload under way
-_LONG_AGO = datetime(2000, 1, 1, tzinfo=UTC)
+_RANGE = re.compile(r"bytes (\d+)-")
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,11 @@ class GoogleStore:
         self._lock = threading.Lock()  # over the making of what follows
         self._google_bucket: Any = None
         self._session: Any = None
-        self._reader: GCSStore | None = None
-        self._json = GoogleJson(self._endpoint, bucket, token=self._fresh_token, timeout_s=timeouts.silence_s)
+        self._http = GoogleHttp(
+            self._endpoint, token=self._fresh_token, connect_s=timeouts.connect_s, silence_s=timeouts.silence_s
+        )
+        self._json = GoogleJson(self._http, bucket)
+        self._downloads = f"/download/storage/v1/b/{urllib.parse.quote(bucket, safe='')}/o"
 
     @property
     def url(self) -> str:
@@ -184,29 +190,32 @@ class GoogleStore:
         with self._lock:
             if self._session is not None:
                 self._session.close()
-            self._google_bucket = self._session = self._reader = None
+            self._google_bucket = self._session = None
+        self._http.close()
 
     def read(self, key: str, *, generation: str, start: int, end: int) -> Iterator[Buffer]:
         if not 0 <= start <= end:
             raise ValueError(f"[{start}, {end}) is not a range")
-        name = self._prefix + checked_key(key)
-        position = start
+        name = urllib.parse.quote(self._prefix + checked_key(key), safe="")
         if start == end:
             return
-        with self._asking(key, generation):
-            import obstore
-
-            result = obstore.get(self._reading_client(), name, options={"version": generation, "range": (start, end)})
-            answered = result.meta["version"]
-            if answered is not None and answered != generation:
-                raise StoreError(StoreErrorKind.CHANGED, key, f"answered with generation {answered}, not {generation}")
-            if result.range[0] != start:
-                raise StoreError(StoreErrorKind.TRANSIENT, key, f"answered with bytes {result.range}")
-            for piece in result.stream(min_chunk_size=PIECE_BYTES):
-                taken = piece[: end - position] if len(piece) > end - position else piece
-                position += len(taken)
-                if taken:
-                    yield taken
+        position = start
+        target = f"{self._downloads}/{name}?alt=media&generation={generation}"
+        late_s = time.monotonic() + self._timeouts.body_s
+        with (
+            self._asking(key, generation),
+            self._http.asked("GET", target, headers={"Range": f"bytes={start}-{end - 1}"}) as answer,
+        ):
+            _check_answer(answer, key, generation, start)
+            while position < end:
+                piece = memoryview(bytearray(min(PIECE_BYTES, end - position)))
+                received = answer.readinto(piece)
+                if not received:
+                    break
+                position += received
+                yield piece[:received]
+                if position < end and time.monotonic() > late_s:
+                    raise StoreError(StoreErrorKind.TRANSIENT, key, f"body took more than {self._timeouts.body_s:g} s")
         if position < end:
             raise StoreError(StoreErrorKind.TRANSIENT, key, f"body ended at byte {position}, before byte {end}")
 
@@ -256,31 +265,6 @@ class GoogleStore:
         if token:
             request.headers["Authorization"] = f"Bearer {token}"
         return request
-
-    def _reading_client(self) -> "GCSStore":
-        """Give obstore's client for our bucket."""
-        with self._lock:
-            if self._reader is None:
-                from obstore.store import GCSStore
-
-                def token() -> "GCSCredential":
-                    # Called from a thread of obstore's that receives bodies: it must not wait, so each read has called
-                    # `_fresh_token` before. A token that is past its time is asked for again at each request.
-                    return {"token": self._tokens.current() if self._tokens else "", "expires_at": _LONG_AGO}
-
-                self._reader = GCSStore(
-                    self._bucket,
-                    config={"base_url": self._endpoint, "skip_signature": self._anonymous},
-                    client_options={
-                        "allow_http": self._endpoint.startswith("http:"),
-                        "connect_timeout": timedelta(seconds=self._timeouts.connect_s),
-                        "read_timeout": timedelta(seconds=self._timeouts.silence_s),
-                        "timeout": timedelta(seconds=self._timeouts.body_s),
-                    },
-                    retry_config={"max_retries": 0},
-                    credential_provider=None if self._anonymous else token,
-                )
-            return self._reader
 
     # Errors.
 
@@ -343,6 +327,16 @@ class _Reader:
     def seek(self, at: int, whence: int = 0) -> int:
         self._at = at + (0, self._at, len(self._view))[whence]
         return self._at
+
+
+def _check_answer(answer: http.client.HTTPResponse, key: str, generation: str, start: int) -> None:
+    """Make sure that a body is what was asked for. Raises: `StoreError`."""
+    answered = answer.headers.get("x-goog-generation")
+    if answered is not None and answered != generation:
+        raise StoreError(StoreErrorKind.CHANGED, key, f"answered with generation {answered}, not {generation}")
+    where = _RANGE.match(answer.headers.get("Content-Range", ""))
+    if answer.status != http.HTTPStatus.PARTIAL_CONTENT or where is None or int(where[1]) != start:
+        raise StoreError(StoreErrorKind.TRANSIENT, key, f"answered with another range than the one from byte {start}")
 
 
 def _info(key: str, blob: Any) -> ObjectInfo:

@@ -1,7 +1,7 @@
-"""What an answer of Google's, or none, means: one table for both clients.
+"""What an answer of Google's, or none, means: one table for both ways to ask.
 
-Google's client raises exceptions with a status in them, those of `requests` below it, and, for uploads, its own.
-obstore says everything in one exception's message. What has no status is TRANSIENT: a connection refused or cut, a
+Google's client raises exceptions with a status in them, those of `requests` below it, and, for uploads, its own; our
+own requests say the status themselves (`refusal`). What has no status is TRANSIENT: a connection refused or cut, a
 time-out, a name that isn't found, an answer that makes no sense.
 
 A `StoreError` from here has the status and the server's own explanation in its message, never an address (that of an
@@ -36,9 +36,6 @@ def kind_of_status(status: int, body: str = "") -> StoreErrorKind:
     return _KINDS.get(status, StoreErrorKind.FORBIDDEN)
 
 
-# obstore puts the server's status into its messages only: "Server returned non-2xx status code: 503 Service
-# Unavailable: BODY". The address before it is percent-encoded, so nothing else can look like this first.
-_OBSTORE_STATUS = re.compile(r"Server returned non-2xx status code: (\d{3})")
 _XML_MESSAGE = re.compile(r"<(Details|Message)>([^<]{1,200})<")
 
 
@@ -67,10 +64,7 @@ def refuse_strange(response: Any, *_: object, **__: object) -> None:
 
 def translated(error: Exception, key: str) -> StoreError:
     """Say what an exception of either client means."""
-    text = str(error)
     module = type(error).__module__.partition(".")[0]
-    if module == "obstore" or (isinstance(error, FileNotFoundError) and "Debug source:" in text):
-        return _from_obstore(error, text, key)
     if module not in ("google", "requests", "urllib3") and not isinstance(error, OSError):
         # The clients look into answers without a check. TRANSIENT, as after no answer: it may have been carried out.
         return StoreError(StoreErrorKind.TRANSIENT, key, f"the answer makes no sense ({type(error).__name__})")
@@ -81,41 +75,22 @@ def translated(error: Exception, key: str) -> StoreError:
     # An upload's exception may have a status that isn't a refusal (308: "go on"): then the answer made no sense.
     if isinstance(status, int) and status >= 300 and status != 308:
         body = getattr(response, "text", "")
-        return _status_error(int(status), key, _json_message(body), body)
+        return _status_error(int(status), key, _explanation(body), body)
     return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({_innermost(error)})")
-
-
-def _from_obstore(error: Exception, text: str, key: str) -> StoreError:
-    from obstore import exceptions
-
-    status = _OBSTORE_STATUS.search(text)
-    if status:
-        explained = dict(_XML_MESSAGE.findall(text))
-        return _status_error(int(status[1]), key, explained.get("Details") or explained.get("Message") or "", text)
-    if "redirect without LOCATION" in text:
-        return _status_error(301, key, "", "")
-    match error:
-        case exceptions.InvalidPathError() | exceptions.UnknownConfigurationKeyError() | exceptions.NotSupportedError():
-            return StoreError(StoreErrorKind.FORBIDDEN, key, f"the client refuses it ({type(error).__name__})")
-        case exceptions.UnauthenticatedError():
-            return StoreError(StoreErrorKind.CREDENTIALS, key, "no access token")
-        case FileNotFoundError():
-            return StoreError(StoreErrorKind.GONE, key, "not there")
-    # The last quoted or named cause in obstore's description of the failure, for example ConnectionRefused.
-    causes = re.findall(r"kind: (\w+)", text) + re.findall(r'error: "([^"]{1,100})', text)
-    return StoreError(StoreErrorKind.TRANSIENT, key, f"no answer ({safe_text(causes[-1]) if causes else 'unknown'})")
 
 
 def refusal(status: int, body: str) -> StoreError:
     """Say what an answer with a status that isn't success means; it is about no key yet."""
-    return _status_error(status, "", _json_message(body), body)
+    return _status_error(status, "", _explanation(body), body)
 
 
-def _json_message(body: str) -> str:
+def _explanation(body: str) -> str:
+    """Find the server's own words in what came with a refusal: JSON, or XML from what stands before the interface."""
     try:
         return str(json.loads(body)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
-        return ""
+    except (ValueError, LookupError, TypeError, RecursionError):
+        explained = dict(_XML_MESSAGE.findall(body))
+        return explained.get("Details") or explained.get("Message") or ""
 
 
 def _status_error(status: int, key: str, message: str, body: str) -> StoreError:

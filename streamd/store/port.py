@@ -77,7 +77,7 @@ class Store(Protocol):
         ...
 
     def read(self, key: str, *, generation: str, start: int, end: int) -> Iterator[Buffer]:
-        """Stream bytes [start, end) of one generation, in pieces, as they arrive.
+        """Stream bytes [start, end) of one generation, in pieces, as they arrive; a piece's memory is the caller's own.
 
         The iterator may be closed early and then gives its connection back. It yields at most `end - start` bytes; a
         body that ends early raises TRANSIENT, a longer one is cut. Nothing is asked of the store before the first piece

@@ -56,6 +56,19 @@ class Call:
         self.over.set()
 
 
+class Waiting(PendingRead):
+    """A read that says when it is over."""
+
+    __slots__ = ("_over",)
+
+    def __init__(self, want: Want, over: set[PendingRead]) -> None:
+        super().__init__(want, trio.current_time())
+        self._over = over
+
+    def settled(self) -> None:
+        self._over.add(self)
+
+
 class Bench:
     """A scheduler whose blocking calls are `calls`."""
 
@@ -100,7 +113,7 @@ class Bench:
     def want(self, chunk: int, want: Want) -> PendingRead | None:
         if self.residency.is_here(chunk):
             return None
-        read = PendingRead(want, trio.current_time(), self.over.add)
+        read = Waiting(want, self.over)
         read.wait_for({chunk})
         self.reads.append(read)
         self.scheduler.want(chunk, want, read)

@@ -221,7 +221,7 @@ def test_a_token_that_a_server_repeats_is_not_in_the_message(
     xml = f"<Error><Message>you sent {text} twice</Message></Error>"
     puppet.script = lambda method, path, _: answer(
         status=403,
-        body=(xml if "/storage/" not in path else json.dumps(told)).encode(),
+        body=(xml if "alt=media" in path else json.dumps(told)).encode(),
         headers={"Content-Type": "application/json"},
     )
     for name in CALLS:
@@ -278,8 +278,8 @@ def test_a_read_asks_for_its_range_and_generation(store: Store, puppet: Puppet, 
     puppet.script = lambda *_: answer(body=BODY)
     assert b"".join(store.read("k", generation="7", start=10, end=20)) == BODY[10:20]
     [(method, path, headers)] = puppet.requests
-    assert (method, path) == ("GET", "/bucket/p%2Fk?generation=7")
-    assert headers["range"] == "bytes=10-19"
+    assert (method, path) == ("GET", "/download/storage/v1/b/bucket/o/p%2Fk?alt=media&generation=7")
+    assert headers["Range"] == "bytes=10-19"
 
 
 def test_an_answer_of_another_generation_is_changed(store: Store, puppet: Puppet, answer: type[Answer]) -> None:
@@ -293,7 +293,7 @@ def test_a_pinned_read_that_finds_nothing_asks_what_is_there_now(
 ) -> None:
     puppet.script = lambda method, path, number: described(answer, generation) if number else answer(status=404)
     assert refused(lambda: CALLS["read"](store)).store_kind is kind
-    puppet.script = lambda method, path, number: answer(status=503 if "/storage/" in path else 404)
+    puppet.script = lambda method, path, number: answer(status=503 if "alt=media" not in path else 404)
     assert refused(lambda: CALLS["read"](store)).store_kind is K.TRANSIENT  # not known is not gone
 
 
@@ -379,7 +379,7 @@ def test_both_clients_send_the_token_of_one_provider_and_take_the_next_when_it_r
     puppet: Puppet, answer: type[Answer]
 ) -> None:
     credentials, store = signed(puppet)
-    puppet.script = lambda method, path, _: described(answer) if "/storage/" in path else answer(body=BODY)
+    puppet.script = lambda method, path, _: described(answer) if "alt=media" not in path else answer(body=BODY)
     with contextlib.closing(store):
         for _ in range(2):
             CALLS["read"](store)
@@ -396,7 +396,7 @@ def test_a_refused_token_is_not_used_again(puppet: Puppet, answer: type[Answer],
     def script(method: str, path: str, number: int) -> Answer:
         if "Bearer t1" in sent_tokens(puppet)[-1]:
             return answer(status=401)
-        return described(answer) if "/storage/" in path else answer(body=BODY)
+        return described(answer) if "alt=media" not in path else answer(body=BODY)
 
     puppet.script = script
     with contextlib.closing(store):
