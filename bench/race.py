@@ -39,6 +39,7 @@ from bench.commands import CommandFailed
 from bench.race_cells import (
     CELLS,
     CONTESTANTS,
+    EXTRA,
     LATENCY_S,
     ONCE,
     REFERENCE_BIT_PER_S,
@@ -123,6 +124,8 @@ class _Course:
             for contestant in self._contestants:
                 if contestant in ONCE and (number or contestant not in cell.once):
                     continue
+                if contestant in EXTRA and contestant not in cell.extra:
+                    continue
                 if program := race_contestants.missing(contestant):
                     _say(f"{cell.name}: {contestant} is left out: {program} isn't installed")
                     continue
@@ -142,7 +145,7 @@ class _Course:
 
     def _prepare(self, ground: Ground, cell: Cell, contestant: str) -> None:
         """Make what a contestant starts from, by a run that doesn't count, where no earlier one has left it."""
-        if contestant == "streamd-learned" and not ground.has_trace:
+        if contestant in ("streamd-learned", "streamd-misled") and not ground.has_trace:
             self._run(ground, cell, "streamd-first", -1)
         if contestant == "streamd-warm" and ground.resident is None:
             self._prepare(ground, cell, "streamd-learned")

@@ -19,13 +19,16 @@ LEARNED_LEAD_S = 1.0
 
 EVERY_ROUND = ("local", "gvisor-gcs", "streamd-first", "streamd-learned", "streamd-warm")
 ONCE = ("copy", "rclone", "gcsfuse")
-CONTESTANTS = (*EVERY_ROUND, *ONCE)
+# In cells that name it.
+EXTRA = ("streamd-misled",)
+CONTESTANTS = (*EVERY_ROUND, *EXTRA, *ONCE)
 TITLES: Mapping[str, str] = {
     "local": "local directory, page cache hot",
     "gvisor-gcs": "gVisor's GCS reader",
     "streamd-first": "streamd, first restore ever",
     "streamd-learned": "streamd, order learned",
     "streamd-warm": "streamd, all resident",
+    "streamd-misled": "streamd, a forged order",
     "copy": "download (curl), then restore",
     "rclone": "rclone mount, full cache",
     "gcsfuse": "gcsfuse, defaults",
@@ -43,7 +46,10 @@ class Heap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One race. `once`: the contestants that run in the first round only, being slow and no rivals."""
+    """One race. `once`: the contestants that run in the first round only, being slow and no rivals.
+
+    `extra`: those of `EXTRA` that take part.
+    """
 
     name: str
     heap: Heap
@@ -51,6 +57,7 @@ class Cell:
     bit_per_s: int
     rounds: int
     once: tuple[str, ...] = ()
+    extra: tuple[str, ...] = ()
 
     @property
     def link_bytes_per_s(self) -> float:
@@ -64,7 +71,7 @@ HALF = Heap("half", "half", 776)
 
 # Cells of one heap stand together: one image is in the store at a time.
 CELLS = (
-    Cell(name="region", heap=PLAIN, request="region", bit_per_s=800 * MBIT, rounds=5, once=ONCE),
+    Cell(name="region", heap=PLAIN, request="region", bit_per_s=800 * MBIT, rounds=5, once=ONCE, extra=EXTRA),
     Cell(name="fast", heap=PLAIN, request="region", bit_per_s=2000 * MBIT, rounds=3),
     Cell(name="scattered", heap=PLAIN, request="pages 24", bit_per_s=800 * MBIT, rounds=3),
     Cell(name="compressible", heap=HALF, request="region", bit_per_s=800 * MBIT, rounds=3),

@@ -25,6 +25,11 @@ from bench.race_restore import IMAGE_FILES, Image
 from bench.report import cpu_s
 from bench.shaped_link import ShapedLink
 from streamd.errors import Exit, StreamdError
+from streamd.snapshot.trace import HOT_BYTES, Trace, TraceRange, encode
+from streamd.store.catalog import open_snapshot
+from streamd.store.gcs import GoogleStore
+from streamd.store.port import Condition
+from streamd.store.traces import read_trace
 
 _MOUNT_S = 60.0
 # gcsfuse is where ./setup.sh bench puts it, the others are Debian's.
@@ -148,6 +153,13 @@ def streamd_warm(ground: Ground) -> Iterator[Ready]:
 
 
 @contextlib.contextmanager
+def streamd_misled(ground: Ground) -> Iterator[Ready]:
+    """Mount with nothing here and an order that somebody forged: as much as is fetched first, none of it waited for."""
+    with _forged_order(ground), own_streamd(ground) as streamd, _mounted(ground, streamd) as ready:
+        yield ready
+
+
+@contextlib.contextmanager
 def gvisor_gcs(ground: Ground) -> Iterator[Ready]:
     """Point runsc at the plain files in the store; it takes the store's address from STORAGE_EMULATOR_HOST."""
     directory = ground.directory / "gcs"
@@ -198,10 +210,42 @@ CONTESTANTS: Mapping[str, Callable[[Ground], AbstractContextManager[Ready]]] = {
     "streamd-first": streamd_first,
     "streamd-learned": streamd_learned,
     "streamd-warm": streamd_warm,
+    "streamd-misled": streamd_misled,
     "copy": copy,
     "rclone": rclone,
     "gcsfuse": gcsfuse,
 }
+
+
+@contextlib.contextmanager
+def _forged_order(ground: Ground) -> Iterator[None]:
+    """Put a forged order in the place of the one that was learned, and that back in the end."""
+    store = GoogleStore(ground.link.bucket, "snapshots", emulator_host=ground.link.address)
+    with contextlib.closing(store):
+        pinned = open_snapshot(store, ground.image.heap.name)
+        if pinned.trace is None:
+            raise AgentError("no restore has left an order yet")
+        learned = read_trace(store, pinned, pinned.trace)
+        forged = misleading(learned, pinned.manifest.files[-1].size)
+        store.put(pinned.trace.key, encode(forged), condition=Condition.ANY)
+        try:
+            yield
+        finally:
+            store.put(pinned.trace.key, encode(learned), condition=Condition.ANY)
+
+
+def misleading(learned: Trace, pages_bytes: int) -> Trace:
+    """Give an order of `HOT_BYTES`, from the end of pages.img down, of what the learned one doesn't name."""
+    ranges: list[TraceRange] = []
+    left, end = HOT_BYTES, pages_bytes
+    named = sorted(((row.start, row.end) for row in learned.ranges), reverse=True)
+    for named_start, named_end in [*named, (0, 0)]:
+        start = max(named_end, end - left)
+        if start < end:
+            ranges.append(TraceRange(start, end, 1.0, HOT_BYTES - left))
+            left -= end - start
+        end = min(end, named_start)
+    return Trace(learned.digest, learned.samples, tuple(ranges))
 
 
 @contextlib.contextmanager
@@ -236,6 +280,7 @@ def commands(ground: Ground) -> dict[str, list[str]]:
         "streamd-first": streamd,
         "streamd-learned": streamd,
         "streamd-warm": streamd,
+        "streamd-misled": streamd,
         "copy": ["curl", "--silent", "--fail", "--parallel", *downloads],
         "rclone": [
             *("rclone", "mount", f":gcs:{bucket}/{prefix}", mnt, "--gcs-endpoint", endpoint, "--gcs-anonymous"),

@@ -168,6 +168,17 @@ def goals(race: Race) -> list[Goal]:
             (2.0,),
         ),
         Goal(
+            "first request, an order that misleads ÷ none",
+            (
+                _ratio(
+                    race.median("region", "streamd-misled", first_from_nothing),
+                    race.median("region", "streamd-first", first_from_nothing),
+                ),
+            ),
+            (1.05,),
+            (1.0,),
+        ),
+        Goal(
             "warm image: first request ÷ T0",
             (_ratio(race.median("region", "streamd-warm", first), race.median("region", "local", first)),),
             (1.1,),
