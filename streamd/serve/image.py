@@ -276,6 +276,7 @@ class ServedImage:
             self._scheduler.note_fault(file.base + start, file.base + end, file_end=file.base + file.size)
             if self._confidence is not None:
                 self._confidence.note(start, end)
+                self._scheduler.doubt_hot(self._confidence.is_in_doubt)
                 if not self._confidence.holds:
                     self._lose_confidence()
         return want

@@ -56,6 +56,8 @@ BACKOFF = Backoff(first_s=0.1, limit_s=5.0)
 # How often GETs that stand still are looked for, while there are any.
 _WATCH_S = 0.1
 
+_STREAM_BEFORE_HOT = (Want.FAULT, Want.WINDOW, Want.STREAM, Want.HOT, Want.AHEAD)
+
 # How a blocking call is made: `trio.to_thread.run_sync`, or in place where a test's virtual time has to know of it.
 RunBlocking: TypeAlias = Callable[..., Awaitable[object]]
 
@@ -115,6 +117,7 @@ class Scheduler:
         self.ahead_waits_for: str | None = None
         self._flights: dict[int, Flight] = {}
         self._queue = WantQueue()
+        self._wants = WANTS
         self._arrivals = 0
         self._hot_checks = 0
         self._gets = Gets()
@@ -198,6 +201,10 @@ class Scheduler:
         for start, end in ranges:
             self._foresee(start, end, Want.HOT)
 
+    def doubt_hot(self, is_in_doubt: bool) -> None:
+        """Fetch what the stream waits for before the learned order, or after it."""
+        self._wants = _STREAM_BEFORE_HOT if is_in_doubt else WANTS
+
     def forget_hot(self) -> None:
         """Want no more of the learned order than others want as well."""
         while (chunk := self._queue.first(Want.HOT)) is not None:
@@ -236,7 +243,7 @@ class Scheduler:
     # What is started next
 
     def _start_next(self) -> bool:
-        for want in WANTS:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
+        for want in self._wants:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
             chunk = self._queue.first(want)
             if chunk is None:
                 continue

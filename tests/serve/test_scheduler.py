@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import trio
 import trio.testing
 from hypothesis import given, settings
@@ -328,6 +329,27 @@ def test_a_read_that_joined_the_learned_order_is_answered_when_that_is_given_up(
                 await trio.sleep(0.5)
             assert read is not None
             assert read.failure is None
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("is_in_doubt", [False, True])
+def test_what_the_stream_waits_for_comes_before_an_order_that_is_in_doubt(saved: Any, is_in_doubt: bool) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=False, memory_bytes=64 * MIB, foresees=True)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            bench.want_hot(0, 120)
+            await trio.testing.wait_all_tasks_blocked()
+            bench.want(bench.stored[150], Want.STREAM)
+            bench.scheduler.doubt_hot(is_in_doubt)
+            under_way = list(bench.calls)
+            under_way[0].finish()
+            await settle()
+            await trio.testing.wait_all_tasks_blocked()
+            begun = [call.plan.frames[0].chunk for call in bench.calls if call not in under_way]
+            assert (bench.stored[150] in begun[:1]) == is_in_doubt
             nursery.cancel_scope.cancel()
 
     in_virtual_time(test)
