@@ -26,6 +26,8 @@ if _rich is None:
 else:
     sys.modules["rich"] = _rich
 
+from streamd.safe_paths import SafeDirectory  # noqa: E402
+
 LEVELS = {"debug": logging.DEBUG, "info": logging.INFO, "warning": logging.WARNING, "error": logging.ERROR}
 # Two files of this size: days of a mount's summary lines, hours of debug lines; small next to any image.
 LOG_MAX_BYTES = 10 << 20
@@ -45,10 +47,11 @@ class BoundedLog:
         self._stdio = take_over_stdio
         self._lock = threading.Lock()
         self._fd = -1
+        self._directory = SafeDirectory.open(path.parent)
         self._open()
 
     def _open(self) -> None:
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fd = self._directory.open_file(self.path.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
         if self._fd >= 0:
             os.close(self._fd)
         self._fd = fd
@@ -63,7 +66,7 @@ class BoundedLog:
             if os.fstat(self._fd).st_size + len(data) > self._max_bytes:
                 # A file that was moved or whose directory was removed must not end the log: what can be done is done.
                 with suppress(OSError):
-                    os.rename(self.path, f"{self.path}.1")
+                    self._directory.rename(self.path.name, f"{self.path.name}.1")
                 with suppress(OSError):
                     self._open()
             os.write(self._fd, data)
@@ -77,6 +80,7 @@ class BoundedLog:
         with self._lock:
             os.close(self._fd)
             self._fd = -1
+            self._directory.close()
 
 
 def _hide_secrets(_logger: object, _method: str, event: MutableMapping[str, Any]) -> MutableMapping[str, Any]:

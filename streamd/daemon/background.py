@@ -21,6 +21,7 @@ from pathlib import Path
 
 from streamd.daemon.relay import error_record, relayed
 from streamd.errors import NotPermitted, StreamdError
+from streamd.safe_paths import SafeDirectory
 
 _LINE_MAX_BYTES = 1 << 20
 _TAIL_LINES = 10
@@ -103,11 +104,11 @@ def start(*, log: Path, wait_s: float) -> Started | ReadyPipe:
     """Fork, and wait until the child serves. The child gets the `ReadyPipe`, and returns from here as well.
 
     The child is ended when it isn't ready within `wait_s`, or when this call is interrupted. Call it before there is
-    any thread. Raises: the child's error, `StreamdError`, `NotPermitted`.
+    any thread. Raises: the child's error, `StreamdError`, `NotPermitted`, `Refused` for a log that others can change.
     """
     try:
-        log.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        log_fd = os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        with SafeDirectory.open(log.parent, make=True) as directory:
+            log_fd = directory.open_file(log.name, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     except PermissionError as error:
         raise NotPermitted(f"log {log}: {error.strerror}") from error
     except OSError as error:

@@ -19,7 +19,6 @@ import fcntl
 import json
 import os
 import socket
-import stat
 import struct
 from collections.abc import Sequence
 from contextlib import suppress
@@ -34,6 +33,7 @@ import trio
 from streamd.daemon.relay import error_record
 from streamd.daemon.sockets import is_served, socket_path
 from streamd.errors import Refused, StreamdError
+from streamd.safe_paths import SafeDirectory
 
 LINE_MAX_BYTES = 4096
 CONNECTIONS_MAX = 32
@@ -97,16 +97,6 @@ class _BadRequest(StreamdError):
     kind = "bad-request"
 
 
-def _prepare_directory(directory: Path) -> None:
-    """Make the directory, or refuse one that others can write to or that is something else."""
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    found = directory.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
-        raise Refused(f"{directory} must be a directory that this user owns")
-    if found.st_mode & 0o077:
-        directory.chmod(0o700)
-
-
 class ControlSocket:
     """The socket of one mountpoint, bound: while this is entered, no other process can serve the mountpoint.
 
@@ -124,15 +114,14 @@ class ControlSocket:
             self._listener = self._listen()
         except OSError as error:
             raise StreamdError(f"control socket {self.path}: {error.strerror or error}") from error
-        self._inode = self.path.lstat().st_ino
         return self
 
     def __exit__(self, *_: object) -> None:
         self._listener.close()
         # Only ours: once closed, another process may have taken the place over.
-        with suppress(FileNotFoundError):
-            if self.path.lstat().st_ino == self._inode:
-                self.path.unlink()
+        with self._directory, suppress(FileNotFoundError):
+            if self._directory.stat(self.path.name).st_ino == self._inode:
+                self._directory.unlink(self.path.name)
 
     async def serve(self, control: MountControl) -> None:
         """Answer clients until cancelled."""
@@ -145,25 +134,28 @@ class ControlSocket:
         """Bind; a socket that a dead process left is replaced, one that answers is respected.
 
         Two processes that start at once are kept apart by a lock on the directory, held for the moment of binding.
+        Raises: `Refused`, also for a directory that others can change or replace; `OSError`.
         """
         if len(os.fsencode(self.path)) > _SUN_PATH_MAX_BYTES:
             raise Refused(f"{self.path} is too long for a Unix socket ({_SUN_PATH_MAX_BYTES} bytes): set run_directory")
-        _prepare_directory(self.path.parent)
-        lock = os.open(self.path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        self._directory = SafeDirectory.open(self.path.parent, make=True)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            os.fchmod(self._directory.fd, 0o700)  # before there is a socket in it
+            fcntl.flock(self._directory.fd, fcntl.LOCK_EX)
             if is_served(self.path):
                 raise Refused(f"mountpoint {self._mountpoint} is in use: another streamd process serves it")
-            self.path.unlink(missing_ok=True)
+            self._directory.unlink(self.path.name, missing_ok=True)
+            # bind(2) and connect(2) take paths only; nobody else can change what this one leads to.
             listener.bind(os.fspath(self.path))
             self.path.chmod(0o600)
+            self._inode = self._directory.stat(self.path.name).st_ino
             listener.listen(CONNECTIONS_MAX)
+            fcntl.flock(self._directory.fd, fcntl.LOCK_UN)
         except BaseException:
             listener.close()
+            self._directory.close()
             raise
-        finally:
-            os.close(lock)
         return listener
 
 

@@ -1,12 +1,35 @@
-"""What a process that serves pod memory sets for itself: no core file, nobody who looks into it, enough descriptors."""
+"""What a process that serves pod memory sets for itself: no core file, nobody who looks into it, enough descriptors,
+the last to be killed when memory is short, no rights that it doesn't use.
+
+What the machine may refuse to a process like ours (a lower OOM score and PR_SET_IO_FLUSHER need CAP_SYS_RESOURCE, which
+containers often lack) costs a line in the log; rights that were to be given up and weren't are an error.
+"""
 
 import ctypes
+import os
 import resource
+from collections.abc import Collection
+from pathlib import Path
+
+import structlog
+
+from streamd.errors import NotPermitted, StreamdError
 
 # linux/prctl.h
 _PR_SET_DUMPABLE = 4
+_PR_SET_KEEPCAPS = 8
+_PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
+_PR_SET_NO_NEW_PRIVS = 38
+_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
+_PR_SET_IO_FLUSHER = 57
+# linux/capability.h
+_CAPABILITY_VERSION_3 = 0x20080522
+_CAPABILITIES_MAX = 64
+# After what the node itself needs (kubelet and containerd have -999), before any pod's (-997 for guaranteed ones).
+OOM_SCORE = -998
 
 _libc = ctypes.CDLL(None, use_errno=True)
+log = structlog.get_logger()
 
 
 def keep_memory_private() -> None:
@@ -19,3 +42,88 @@ def raise_descriptor_limit() -> None:
     """Raise the soft limit of open files to the hard one: connections to the store need some dozens at a time."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+
+
+def lower_oom_score(score: int = OOM_SCORE, *, path: Path = Path("/proc/self/oom_score_adj")) -> bool:
+    """Be killed late when memory is short, since sandboxes die with their mount; tell whether that could be had.
+
+    Children have the same score. Before privileges are dropped: the file is root's then.
+    """
+    try:
+        path.write_text(str(score))
+    except OSError as error:
+        log.warning("memory pressure may kill this process early", oom_score=score, reason=error.strerror)
+        return False
+    return True
+
+
+def mark_io_flusher() -> bool:
+    """Have memory reclaim not wait for this process's I/O (PR_SET_IO_FLUSHER), else the two may wait for each other.
+
+    Holds for the calling thread and those that it starts later (it is a flag of the task). Tells whether it could be.
+    """
+    if not _libc.prctl(_PR_SET_IO_FLUSHER, 1, 0, 0, 0):
+        return True
+    reason = os.strerror(ctypes.get_errno())
+    log.warning("memory reclaim may wait for this process (no PR_SET_IO_FLUSHER)", reason=reason)
+    return False
+
+
+def drop_privileges(uid: int, gid: int, *, keep_capabilities: Collection[int] = ()) -> None:
+    """Become an ordinary user, for good: no groups, no capabilities but those to keep, none by running a program.
+
+    For a worker that has all its descriptors, and has imported all that it needs: an interpreter in root's home is out
+    of its reach afterwards. It must have one thread: capabilities are each thread's own.
+    Afterwards it can't be looked into (PR_SET_DUMPABLE 0), makes files for itself alone (umask 077), and what of
+    /proc/self is root's (oom_score_adj, say) is closed to it.
+    Raises: `NotPermitted`, `StreamdError`; ValueError for root, or for a process with threads.
+    """
+    if uid <= 0 or gid <= 0:
+        raise ValueError("root is not an ordinary user")
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise ValueError("privileges must be dropped before the first thread is started")
+    kept = frozenset(keep_capabilities)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(_CAPABILITIES_MAX):
+        if capability not in kept and _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
+            _prctl(_PR_CAPBSET_DROP, capability)
+    if kept:
+        _prctl(_PR_SET_KEEPCAPS, 1)
+    try:
+        os.setgroups([])
+        os.setresgid(gid, gid, gid)
+        os.setresuid(uid, uid, uid)
+    except PermissionError as error:
+        raise NotPermitted(f"privileges can't be dropped: {error.strerror}") from error
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    _set_capabilities(sum(1 << capability for capability in kept))
+    _prctl(_PR_SET_DUMPABLE, 0)  # each change of credentials has set it to fs.suid_dumpable, which need not be 0
+    os.umask(0o077)
+    if os.getresuid() != (uid, uid, uid) or os.getresgid() != (gid, gid, gid) or os.getgroups():
+        raise StreamdError("privileges were not dropped")
+
+
+class _CapabilityHeader(ctypes.Structure):
+    _fields_ = (("version", ctypes.c_uint32), ("pid", ctypes.c_int))
+
+
+class _CapabilityData(ctypes.Structure):
+    _fields_ = (("effective", ctypes.c_uint32), ("permitted", ctypes.c_uint32), ("inheritable", ctypes.c_uint32))
+
+
+def _set_capabilities(mask: int) -> None:
+    """Have exactly these, none of them inheritable (capset(2), by glibc, which has no declaration of it)."""
+    header = _CapabilityHeader(_CAPABILITY_VERSION_3, 0)
+    data = (_CapabilityData * 2)()
+    for index in range(2):
+        word = mask >> (32 * index) & 0xFFFFFFFF
+        data[index].effective = data[index].permitted = word
+    if _libc.capset(ctypes.byref(header), data):
+        raise NotPermitted(f"capset: {os.strerror(ctypes.get_errno())}")
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(
+        ctypes.c_int(option), ctypes.c_ulong(value), ctypes.c_ulong(0), ctypes.c_ulong(0), ctypes.c_ulong(0)
+    ):
+        raise NotPermitted(f"prctl {option}: {os.strerror(ctypes.get_errno())}")

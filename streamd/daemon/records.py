@@ -18,6 +18,7 @@ import structlog
 import trio
 
 from streamd.errors import NotFound, NotPermitted, StreamdError
+from streamd.safe_paths import SafeDirectory, UnsafePath
 from streamd.serve.record import Record, Recorder
 from streamd.serve.record_file import RECORD_BYTES_MAX, decode, encode
 from streamd.serve.scheduler import RunBlocking
@@ -77,35 +78,38 @@ class RecordKeeper:
                 await self._run_blocking(write_record, self.path, record, abandon_on_cancel=True, limiter=self._limiter)
                 self._written_changes = changes
                 return
-            except OSError as error:
+            except (OSError, UnsafePath) as error:
                 problem = str(error)
         self._is_broken = True
         log.warning("the record of this mount is not kept any more", path=str(self.path), reason=problem)
 
 
 def write_record(path: Path, record: Record, *, kept_files: int = KEPT_FILES, kept_bytes: int = KEPT_BYTES) -> None:
-    """Put a record in the place of the file at `path`; remove the oldest beyond the bounds. Raises: `OSError`."""
-    path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
-    partial = path.with_name(f"{path.name}.partial")
-    fd = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
-    with os.fdopen(fd, "wb") as file:
-        file.write(encode(record))
-    os.replace(partial, path)
-    total_bytes = 0
-    newest_first = sorted(_sizes(path.parent).items(), key=lambda item: item[0].name, reverse=True)
-    for place, (other, size) in enumerate(newest_first):
-        total_bytes += size
-        if (place >= kept_files or total_bytes > kept_bytes) and other != path:
-            with suppress(FileNotFoundError):
-                other.unlink()
+    """Put a record in the place of the file at `path`; remove the oldest beyond the bounds.
+
+    Raises: `OSError`; `UnsafePath` for a directory that others can change.
+    """
+    with SafeDirectory.open(path.parent, make=True) as directory:
+        partial = f"{path.name}.partial"
+        fd = directory.open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(fd, "wb") as file:
+            file.write(encode(record))
+        directory.rename(partial, path.name)
+        total_bytes = 0
+        newest_first = sorted(_sizes(directory).items(), reverse=True)
+        for place, (other, size) in enumerate(newest_first):
+            total_bytes += size
+            if (place >= kept_files or total_bytes > kept_bytes) and other != path.name:
+                directory.unlink(other, missing_ok=True)
 
 
-def _sizes(directory: Path) -> dict[Path, int]:
+def _sizes(directory: SafeDirectory) -> dict[str, int]:
     """Give the records of a directory, half written ones too, and their sizes. By name they are sorted by age."""
     sizes = {}
-    for path in directory.glob(f"*{SUFFIX}*"):
-        with suppress(FileNotFoundError):  # another mount removed it in this moment
-            sizes[path] = path.stat().st_size
+    for name in directory.names():
+        if SUFFIX in name and not name.startswith("."):
+            with suppress(FileNotFoundError):  # another mount removed it in this moment
+                sizes[name] = directory.stat(name).st_size
     return sizes
 
 

@@ -15,7 +15,6 @@ import hashlib
 import os
 import re
 import shutil
-import stat
 import threading
 import time
 import uuid
@@ -28,7 +27,7 @@ import structlog
 
 from streamd.errors import NotFound, Refused, StreamdError
 from streamd.serve.cache_policy import DiskSpace, Limits, Newcomer, Resident, room_bytes, victims
-from streamd.serve.node_cache import CacheUnusable, NodeCache, is_current, lock_image, open_image, owner_of
+from streamd.serve.node_cache import CacheUnusable, NodeCache, is_current, lock_image, open_image, opened, owner_of
 from streamd.serve.plan import Layout
 from streamd.serve.sealing import NotSealed, is_sealed, seal
 from streamd.snapshot.frames import Decoder
@@ -81,7 +80,9 @@ def open_cache(
     key = hashlib.sha256(manifest_digest(manifest) + source.encode(errors="surrogateescape")).hexdigest()
     wanted_bytes = sum(length for chunk, length in enumerate(layout.length) if not layout.is_zero(chunk))
     try:
-        _checked_directory(directory)
+        with opened(directory, make=True) as checked:
+            checked.make_directory("images")
+        opened(directory / "images").close()
         space = _space(directory)
         if max_bytes is None and space is None:
             raise CacheUnusable(f"cache directory {directory}: its disk does not say how large it is: set a limit")
@@ -161,6 +162,7 @@ def _resident(image: CachedImage) -> Resident:
 def pin_image(directory: Path, key: str) -> None:
     """Keep an image until it is unpinned, whether it is used or not. Raises: `NotFound`, `CacheUnusable`."""
     try:
+        _check_if_there(directory)
         if not _KEY.fullmatch(key) or not (directory / "images" / key).is_dir():
             raise NotFound(f"no image {key[:80]} in {directory}")
         with _locked(directory):  # who makes room now has seen it unpinned
@@ -177,6 +179,7 @@ def unpin_image(directory: Path, key: str) -> None:
     try:
         if not _KEY.fullmatch(key):
             raise FileNotFoundError(key)
+        _check_if_there(directory)
         (directory / "pins" / key).unlink()
     except FileNotFoundError as error:
         raise NotFound(f"image {key[:80]} is not pinned in {directory}") from error
@@ -187,6 +190,7 @@ def unpin_image(directory: Path, key: str) -> None:
 def list_images(directory: Path) -> list[CachedImage]:
     """Describe every image of a cache directory, least recently used first. Raises: `CacheUnusable`."""
     try:
+        _check_if_there(directory)
         return sorted(_images(directory), key=lambda image: image.used_s)
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
@@ -266,14 +270,14 @@ def _verify_image(path: Path, *, repair: bool) -> VerifiedImage:
     return VerifiedImage(path.name, cached, tuple(bad))
 
 
-def _checked_directory(directory: Path) -> None:
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-    info = directory.stat(follow_symlinks=False)
-    if not stat.S_ISDIR(info.st_mode):
-        raise CacheUnusable(f"cache directory {directory} is not a directory")
-    if info.st_uid != os.geteuid() or info.st_mode & 0o022:
-        raise CacheUnusable(f"cache directory {directory} must belong to this user and be writable by nobody else")
-    (directory / "images").mkdir(mode=0o700, exist_ok=True)
+def _check_if_there(directory: Path) -> None:
+    """Refuse a cache in which others could change what its paths lead to: nothing there is locked, moved or removed.
+
+    Raises: `CacheUnusable`, `OSError`.
+    """
+    for path in (directory, directory / "images", directory / "pins"):
+        with suppress(FileNotFoundError):
+            opened(path).close()
 
 
 def _discard_leftovers(directory: Path) -> None:

@@ -34,6 +34,7 @@ from itertools import accumulate
 from pathlib import Path
 
 from streamd.errors import Refused, StreamdError
+from streamd.safe_paths import SafeDirectory, UnsafePath
 from streamd.serve.plan import Layout
 from streamd.snapshot.manifest import ImageFile
 from streamd.snapshot.names import IMAGE_FILES
@@ -54,6 +55,14 @@ _FALLOC_FL_KEEP_SIZE, _FALLOC_FL_PUNCH_HOLE = 1, 2  # linux/falloc.h
 
 class CacheUnusable(StreamdError):
     """The cache directory can't be used; the mount serves from memory instead."""
+
+
+def opened(path: Path, *, make: bool = False) -> SafeDirectory:
+    """Open a directory of the cache, in which only we write. Raises: `CacheUnusable` for another; `OSError`."""
+    try:
+        return SafeDirectory.open(path, make=make)
+    except UnsafePath as error:
+        raise CacheUnusable(f"cache directory {error}") from error
 
 
 class NodeCache:
@@ -215,7 +224,7 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
 
     Raises: `Refused` when another process owns it; `CacheUnusable`, `OSError`.
     """
-    path.mkdir(mode=0o700, exist_ok=True)
+    opened(path, make=True).close()  # from here on nobody else can change what paths in it lead to
     lock_fd = lock_image(path, owner)
     fds = [lock_fd]
     try:

@@ -236,6 +236,36 @@ async def test_the_socket_is_for_its_owner_only(run_directory: Path) -> None:
         assert asked.stdout.strip() == "b''" or "BrokenPipe" in asked.stderr or "ConnectionReset" in asked.stderr
 
 
+@pytest.mark.parametrize("planted", ["a directory", "a symlink", "the one above", "everybody's"])
+def test_a_directory_that_others_can_change_gets_no_socket(run_directory: Path, tmp_path: Path, planted: str) -> None:
+    mounts = socket_path(run_directory, MOUNTPOINT).parent
+    match planted:
+        case "a directory":
+            mounts.mkdir()
+            os.chown(mounts, 65534, 65534)
+        case "a symlink":
+            mounts.symlink_to(tmp_path)
+            os.chown(mounts, 65534, 65534, follow_symlinks=False)
+        case "the one above":
+            os.chown(run_directory, 65534, 65534)
+        case "everybody's":
+            mounts.mkdir()
+            mounts.chmod(0o777)
+    with pytest.raises(Refused, match=str(run_directory)), ControlSocket(run_directory, MOUNTPOINT):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    assert not mounts.is_dir() or list(mounts.iterdir()) == []
+
+
+def test_no_descriptor_of_a_socket_is_left(run_directory: Path) -> None:
+    with ControlSocket(run_directory, MOUNTPOINT):
+        pass
+    before = set(os.listdir("/proc/self/fd"))
+    with ControlSocket(run_directory, MOUNTPOINT), pytest.raises(Refused), ControlSocket(run_directory, MOUNTPOINT):
+        pass
+    assert set(os.listdir("/proc/self/fd")) == before
+
+
 def test_one_process_serves_a_mountpoint_and_a_dead_ones_socket_is_replaced(run_directory: Path) -> None:
     path = socket_path(run_directory, MOUNTPOINT)
     with ControlSocket(run_directory, MOUNTPOINT):

@@ -3,12 +3,14 @@
 import io
 import json
 import logging
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import structlog
 
+from streamd.errors import Refused
 from streamd.logs import BoundedLog, configure
 
 
@@ -82,6 +84,31 @@ def test_a_log_goes_on_where_a_former_process_left_it(tmp_path: Path) -> None:
         log.write(text)
         log.close()
     assert (tmp_path / "a.log").read_text() == "first\nsecond\n"
+
+
+def test_a_log_is_not_written_through_what_others_planted(tmp_path: Path) -> None:
+    (tmp_path / "theirs").mkdir()
+    os.chown(tmp_path / "theirs", 65534, 65534)
+    with pytest.raises(Refused, match="belongs to uid 65534"):
+        BoundedLog(tmp_path / "theirs" / "a.log")
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / "a.log").symlink_to("victim")
+    with pytest.raises(OSError, match="symbolic"):
+        BoundedLog(tmp_path / "a.log")
+    assert (tmp_path / "victim").read_text() == "precious"
+
+
+def test_a_log_stays_in_its_directory_when_that_is_moved(tmp_path: Path) -> None:
+    (tmp_path / "logs").mkdir()
+    log = BoundedLog(tmp_path / "logs" / "a.log", max_bytes=10)
+    (tmp_path / "logs").rename(tmp_path / "moved")
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "logs").symlink_to("elsewhere")
+    for number in range(3):
+        log.write(f"line {number}\n")
+    log.close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "moved" / "a.log").read_text() == "line 2\n"
 
 
 def test_a_log_that_cannot_be_written_loses_lines_and_nothing_else() -> None:

@@ -1,5 +1,6 @@
 """Records of mounts: written while a mount lives, kept within bounds, shown by `streamd report`."""
 
+import os
 import xml.etree.ElementTree as ElementTree  # of what was written here
 from collections.abc import Callable
 from pathlib import Path
@@ -87,12 +88,16 @@ async def test_nothing_is_written_while_nothing_happens(tmp_path: Path, autojump
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("problem", ["hangs", "is full"])
+@pytest.mark.parametrize("problem", ["hangs", "is full", "is another user's"])
 async def test_a_disk_that_fails_costs_the_record_and_holds_nobody_up(
     tmp_path: Path, autojump_clock: trio.testing.MockClock, problem: str
 ) -> None:
     blocked = tmp_path / "file"
-    blocked.write_bytes(b"")
+    if problem == "is another user's":
+        blocked.mkdir()
+        os.chown(blocked, 65534, 65534)
+    else:
+        blocked.write_bytes(b"")
     subject = recorder()
     run_blocking = hang if problem == "hangs" else run_here
     with capture_logs() as logs:

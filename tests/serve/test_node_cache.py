@@ -6,8 +6,9 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -128,6 +129,70 @@ def test_a_directory_that_others_could_write_to_is_not_used(manifest: bytes, lay
     (tmp_path / "c").chmod(0o777)
     with pytest.raises(CacheUnusable, match="writable by nobody else"):
         open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
+
+
+@pytest.fixture
+def foreign() -> Iterator[Path]:
+    """A directory of another user, in one like /tmp."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "theirs"
+        path.mkdir()
+        os.chown(path, 65534, 65534)
+        yield path
+
+
+def test_a_cache_in_another_users_directory_is_not_used(manifest: bytes, layout: Layout, foreign: Path) -> None:
+    for directory in (foreign, foreign / "c", foreign / "c" / "d"):
+        with pytest.raises(CacheUnusable, match="belongs to uid 65534"):
+            open_cache(directory, manifest, layout, source="s", owner="a", max_bytes=None)
+    (foreign / "c").mkdir(mode=0o700)  # ours, but whoever owns what it is in can replace it
+    with pytest.raises(CacheUnusable, match="belongs to uid 65534"):
+        open_cache(foreign / "c", manifest, layout, source="s", owner="a", max_bytes=None)
+    assert list((foreign / "c").iterdir()) == []
+
+
+@pytest.mark.parametrize("planted", ["a directory of theirs", "a symlink"])
+def test_an_operator_is_not_led_elsewhere_by_a_cache_of_another_user(
+    foreign: Path, tmp_path: Path, planted: str
+) -> None:
+    key = "0" * 64
+    victim = tmp_path / "victim"
+    plant(victim, key)
+    if planted == "a symlink":
+        (foreign / "images").symlink_to(victim / "images")
+    else:
+        shutil.copytree(victim / "images", foreign / "images")
+    before = sorted(path.relative_to(foreign) for path in foreign.rglob("*"))
+    calls: list[Callable[[], object]] = [
+        lambda: list_images(foreign),
+        lambda: clear_images(foreign),
+        lambda: clear_images(foreign, key),
+        lambda: verify_images(foreign),
+        lambda: pin_image(foreign, key),
+        lambda: unpin_image(foreign, key),
+    ]
+    for call in calls:
+        with pytest.raises(CacheUnusable, match="belong"):
+            call()
+    assert sorted(path.relative_to(foreign) for path in foreign.rglob("*")) == before
+    assert [image.key for image in list_images(victim)] == [key]
+
+
+@pytest.mark.parametrize("name", ["images", "pins", "images/KEY"])
+def test_a_part_of_a_cache_that_others_may_write_to_is_not_used(
+    manifest: bytes, layout: Layout, tmp_path: Path, name: str
+) -> None:
+    cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
+    cache.close()
+    pin_image(tmp_path / "c", cache.path.name)
+    (tmp_path / "c" / name.replace("KEY", cache.path.name)).chmod(0o777)
+    uses: dict[str, Callable[[], object]] = {
+        "images": lambda: list_images(tmp_path / "c"),
+        "pins": lambda: list_images(tmp_path / "c"),
+        "images/KEY": lambda: open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None),
+    }
+    with pytest.raises(CacheUnusable, match="writable by nobody else"):
+        uses[name]()
 
 
 def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_path: Path) -> None:

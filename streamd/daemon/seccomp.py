@@ -1,0 +1,112 @@
+"""A filter on system calls for a process that holds pod memory and talks to the network: none that it never needs.
+
+What it does to the rest of the machine ends with this: no program is run, no process traced, no mount or namespace
+made or changed, no module or BPF program loaded, no file opened by handle. These calls answer EPERM, so that a library
+that tries one goes on. Threads, sockets, files and FUSE go on as they were; so does fork(2), whose child is under it.
+
+The filter looks at the architecture first: calls by another one (32-bit ones, where numbers mean something else) kill
+the process, and those of x32 are refused. clone(2) may not make namespaces; clone3(2), whose flags are in memory, where
+a filter can't look, answers ENOSYS, and C libraries go back to clone. io_uring is refused because a filter doesn't see
+what is asked through it. Filters can't be taken off again (seccomp(2)).
+"""
+
+import ctypes
+import errno
+import os
+import platform
+import struct
+from collections.abc import Mapping
+
+from streamd.errors import StreamdError
+
+# Numbers on (x86_64, aarch64): asm/unistd_64.h, asm-generic/unistd.h.
+DENIED: Mapping[str, tuple[int, int]] = {
+    "execve": (59, 221), "execveat": (322, 281), "ptrace": (101, 117),
+    "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "pidfd_getfd": (438, 438), "kcmp": (312, 272),
+    "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41), "chroot": (161, 51), "move_mount": (429, 429),
+    "open_tree": (428, 428), "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
+    "mount_setattr": (442, 442), "setns": (308, 268), "unshare": (272, 97), "open_by_handle_at": (304, 265),
+    "bpf": (321, 280), "perf_event_open": (298, 241), "userfaultfd": (323, 282),
+    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218),
+    "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
+    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224),
+    "swapoff": (168, 225), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+}  # fmt: skip
+# What a process needs that runs commands for its tokens.
+_RUNNING_PROGRAMS = ("execve", "execveat")
+_CLONE, _CLONE3 = (56, 220), 435
+_CLONE_NEW = 0x7E020000  # all CLONE_NEW* flags of linux/sched.h that clone(2) takes
+_X32 = 0x40000000  # asm/unistd.h: __X32_SYSCALL_BIT
+# linux/audit.h, and which of the two numbers above
+_ARCHITECTURES = {"x86_64": (0xC000003E, 0), "aarch64": (0xC00000B7, 1)}
+
+# linux/bpf_common.h, linux/seccomp.h; offsets are those of struct seccomp_data (both machines are little-endian)
+_LOAD, _JUMP_EQUAL, _JUMP_AT_LEAST, _JUMP_ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
+_NUMBER_AT, _ARCHITECTURE_AT, _FIRST_ARGUMENT_AT = 0, 4, 16
+_ALLOW, _ERRNO, _KILL_PROCESS = 0x7FFF0000, 0x00050000, 0x80000000
+_SET_MODE_FILTER, _FLAG_TSYNC = 1, 1
+_SYS_SECCOMP = (317, 277)
+_PR_SET_NO_NEW_PRIVS = 38
+
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+class _Program(ctypes.Structure):
+    _fields_ = (("length", ctypes.c_ushort), ("instructions", ctypes.c_char_p))
+
+
+def is_supported() -> bool:
+    """Whether the numbers of this machine's calls are known here."""
+    return platform.machine() in _ARCHITECTURES
+
+
+def filter_program(machine: str, *, may_run_programs: bool = False) -> bytes:
+    """Write the filter for a machine (`uname -m`). Raises: KeyError for one that isn't known."""
+    audit_number, column = _ARCHITECTURES[machine]
+    refused = [
+        numbers[column] for name, numbers in DENIED.items() if not (may_run_programs and name in _RUNNING_PROGRAMS)
+    ]
+    program = [
+        _step(_LOAD, _ARCHITECTURE_AT),
+        _step(_JUMP_EQUAL, audit_number, if_true=1),
+        _step(_RETURN, _KILL_PROCESS),
+        _step(_LOAD, _NUMBER_AT),
+    ]
+    if machine == "x86_64":
+        program += [_step(_JUMP_AT_LEAST, _X32, if_false=1), _step(_RETURN, _ERRNO | errno.EPERM)]
+    for number in refused:
+        program += [_step(_JUMP_EQUAL, number, if_false=1), _step(_RETURN, _ERRNO | errno.EPERM)]
+    program += [
+        _step(_JUMP_EQUAL, _CLONE3, if_false=1),
+        _step(_RETURN, _ERRNO | errno.ENOSYS),
+        _step(_JUMP_EQUAL, _CLONE[column], if_false=3),
+        _step(_LOAD, _FIRST_ARGUMENT_AT),
+        _step(_JUMP_ANY_BIT, _CLONE_NEW, if_false=1),
+        _step(_RETURN, _ERRNO | errno.EPERM),
+        _step(_RETURN, _ALLOW),
+    ]
+    return b"".join(program)
+
+
+def _step(code: int, value: int, *, if_true: int = 0, if_false: int = 0) -> bytes:
+    return struct.pack("HBBI", code, if_true, if_false, value)  # struct sock_filter; jumps count from the next step
+
+
+def deny_dangerous_calls(*, may_run_programs: bool = False) -> None:
+    """Put all threads of this process under the filter, for ever. Raises: `StreamdError`."""
+    if not is_supported():
+        raise StreamdError(f"no filter of system calls for {platform.machine()} machines")
+    program = filter_program(platform.machine(), may_run_programs=may_run_programs)
+    _, column = _ARCHITECTURES[platform.machine()]
+    if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
+        raise StreamdError(f"PR_SET_NO_NEW_PRIVS: {os.strerror(ctypes.get_errno())}")
+    described = _Program(len(program) // 8, program)
+    answer = _libc.syscall(
+        ctypes.c_long(_SYS_SECCOMP[column]),
+        ctypes.c_uint(_SET_MODE_FILTER),
+        ctypes.c_uint(_FLAG_TSYNC),
+        ctypes.byref(described),
+    )
+    if answer:
+        why = os.strerror(ctypes.get_errno()) if answer < 0 else f"thread {answer} has a filter of its own"
+        raise StreamdError(f"no filter of system calls: {why}")
