@@ -15,13 +15,10 @@ path. Lines, connections and waits are bounded. The answer to `umount` is sent w
 the process ends a moment later, and clients wait for that (`control_client`).
 """
 
-import fcntl
 import json
 import os
 import socket
-import struct
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -31,9 +28,8 @@ import structlog
 import trio
 
 from streamd.daemon.relay import error_record
-from streamd.daemon.sockets import is_served, socket_path
+from streamd.daemon.sockets import PEER_BYTES, BoundSocket, Peer, peer_of, socket_path
 from streamd.errors import Refused, StreamdError
-from streamd.safe_paths import SafeDirectory
 
 LINE_MAX_BYTES = 4096
 CONNECTIONS_MAX = 32
@@ -41,7 +37,6 @@ CONNECTIONS_MAX = 32
 REQUEST_WAIT_S = 10.0
 REPLY_WAIT_S = 5.0
 _OPENERS_NAMED = 5  # in a message; the error's facts have all
-_SUN_PATH_MAX_BYTES = 107  # unix(7)
 
 log = structlog.get_logger(__name__)
 
@@ -106,22 +101,16 @@ class ControlSocket:
 
     def __init__(self, run_directory: Path, mountpoint: str) -> None:
         self.path = socket_path(run_directory, mountpoint)
-        self._mountpoint = mountpoint
+        refusal = f"mountpoint {mountpoint} is in use: another streamd process serves it"
+        self._bound = BoundSocket(self.path, backlog=CONNECTIONS_MAX, refusal=refusal)
 
     def __enter__(self) -> "ControlSocket":
         """Bind. Raises: `Refused` when another process serves the mountpoint, `StreamdError`."""
-        try:
-            self._listener = self._listen()
-        except OSError as error:
-            raise StreamdError(f"control socket {self.path}: {error.strerror or error}") from error
+        self._listener = self._bound.__enter__()
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self._listener.close()
-        # Only ours: once closed, another process may have taken the place over.
-        with self._directory, suppress(FileNotFoundError):
-            if self._directory.stat(self.path.name).st_ino == self._inode:
-                self._directory.unlink(self.path.name)
+    def __exit__(self, *details: object) -> None:
+        self._bound.__exit__(*details)
 
     async def serve(self, control: MountControl) -> None:
         """Answer clients until cancelled."""
@@ -130,54 +119,24 @@ class ControlSocket:
         listener = trio.SocketListener(trio.socket.from_stdlib_socket(self._listener.dup()))
         await trio.serve_listeners(partial(_serve, control, limit), [listener])
 
-    def _listen(self) -> socket.socket:
-        """Bind; a socket that a dead process left is replaced, one that answers is respected.
 
-        Two processes that start at once are kept apart by a lock on the directory, held for the moment of binding.
-        Raises: `Refused`, also for a directory that others can change or replace; `OSError`.
-        """
-        if len(os.fsencode(self.path)) > _SUN_PATH_MAX_BYTES:
-            raise Refused(f"{self.path} is too long for a Unix socket ({_SUN_PATH_MAX_BYTES} bytes): set run_directory")
-        self._directory = SafeDirectory.open(self.path.parent, make=True)
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            os.fchmod(self._directory.fd, 0o700)  # before there is a socket in it
-            fcntl.flock(self._directory.fd, fcntl.LOCK_EX)
-            if is_served(self.path):
-                raise Refused(f"mountpoint {self._mountpoint} is in use: another streamd process serves it")
-            self._directory.unlink(self.path.name, missing_ok=True)
-            # bind(2) and connect(2) take paths only; nobody else can change what this one leads to.
-            listener.bind(os.fspath(self.path))
-            self.path.chmod(0o600)
-            self._inode = self._directory.stat(self.path.name).st_ino
-            listener.listen(CONNECTIONS_MAX)
-            fcntl.flock(self._directory.fd, fcntl.LOCK_UN)
-        except BaseException:
-            listener.close()
-            self._directory.close()
-            raise
-        return listener
-
-
-def _peer(stream: trio.SocketStream) -> tuple[int, int]:
-    """Give (pid, uid) of the client, by SO_PEERCRED (unix(7): struct ucred)."""
-    raw = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i"))
-    assert isinstance(raw, bytes)
-    pid, uid, _gid = struct.unpack("3i", raw)
-    return pid, uid
+def _peer(stream: trio.SocketStream) -> Peer:
+    credentials = stream.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, PEER_BYTES)
+    assert isinstance(credentials, bytes)
+    return peer_of(credentials)
 
 
 async def _serve(control: MountControl, limit: trio.Semaphore, stream: trio.SocketStream) -> None:
     """Answer one client's lines until it goes. Whatever goes wrong stays in here."""
     async with stream:
-        pid, uid = _peer(stream)
-        if uid not in (0, os.geteuid()):
-            log.warning("control client refused", uid=uid)
+        peer = _peer(stream)
+        if peer.uid not in (0, os.geteuid()):
+            log.warning("control client refused", uid=peer.uid)
             return
         try:
             limit.acquire_nowait()
         except trio.WouldBlock:
-            log.warning("control client refused, too many connections", pid=pid, most=CONNECTIONS_MAX)
+            log.warning("control client refused, too many connections", pid=peer.pid, most=CONNECTIONS_MAX)
             return
         try:
             await _conversation(control, stream)
