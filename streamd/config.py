@@ -23,6 +23,11 @@
     hold_s = "60s"                         # how long reads of a lost object are held before they fail
     umount_wait_s = "10s"                  # what the first SIGTERM waits for open files
 
+    [daemon]
+    grace_s = "60s"                        # how long an image that nobody uses stays mounted
+    images_max = 128                       # images served at once; the next one is refused
+    memory_max_bytes = "50%"               # of what all of them may use together (each: memory_max_bytes above)
+
 A size is a number of bytes or text with a unit (`10GiB`, `100MB`), a duration is seconds or text with a unit
 (`500ms`, `60s`, `24h`). Keys that are not above are refused, and all problems of a file are reported at once. Flags of
 a command override the file; the environment is not read here.
@@ -105,12 +110,22 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
+class DaemonConfig:
+    """What a node serves, and for how long (`daemon/supervisor.py`). `memory_max_bytes` None: half of the machine's."""
+
+    grace_s: float = 60.0
+    images_max: int = 128
+    memory_max_bytes: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Config:
     """Everything that may be set."""
 
     cache: CacheConfig = field(default_factory=CacheConfig)
     fetch: FetchConfig = field(default_factory=FetchConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    daemon: DaemonConfig = field(default_factory=DaemonConfig)
     memory_max_bytes: int = 256 * MIB
     log_level: str = "info"
     run_directory: Path = Path("/run/streamd")
@@ -143,6 +158,11 @@ def parse_duration(text: str) -> float:
     if match and (factor := _DURATION_UNITS_S.get(match[2] or "s")) is not None:
         return float(match[1]) * factor
     raise ValueError(f"{text!r} is not a duration: give seconds or a unit, such as 500ms, 60s, 5m, 24h")
+
+
+def machine_bytes() -> int:
+    """Give the size of the machine's memory."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def disk_bytes(path: Path) -> int:
@@ -246,7 +266,7 @@ def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[
     problems: list[str] = []
     defaults = Config()
     top = _Table(document, "", problems)
-    cache, fetch, policy = top.table("cache"), top.table("fetch"), top.table("policy")
+    cache, fetch, policy, daemon = (top.table(name) for name in ("cache", "fetch", "policy", "daemon"))
     directory = cache.path("directory", Path("/var/cache/streamd"))
     config = Config(
         cache=CacheConfig(
@@ -267,12 +287,17 @@ def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[
             hold_s=policy.duration_s("hold_s", defaults.policy.hold_s, high=86400),
             umount_wait_s=policy.duration_s("umount_wait_s", defaults.policy.umount_wait_s, high=3600),
         ),
+        daemon=DaemonConfig(
+            grace_s=daemon.duration_s("grace_s", defaults.daemon.grace_s, high=366 * 86400),
+            images_max=daemon.integer("images_max", defaults.daemon.images_max, low=1, high=512),
+            memory_max_bytes=daemon.size("memory_max_bytes", low=32 * MIB, high=1 << 50, whole_bytes=machine_bytes),
+        ),
         memory_max_bytes=top.size("memory_max_bytes", low=32 * MIB, high=1 << 50) or defaults.memory_max_bytes,
         log_level=top.choice("log_level", defaults.log_level, LOG_LEVELS),
         run_directory=top.path("run_directory", defaults.run_directory),
         log_directory=top.path("log_directory", defaults.log_directory),
     )
-    for table in (top, cache, fetch, policy):
+    for table in (top, cache, fetch, policy, daemon):
         table.done()
     if problems:
         raise ConfigError(source, tuple(problems))

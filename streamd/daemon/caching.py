@@ -73,7 +73,8 @@ async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -
     owner = f"the mount at {options.mountpoint} (pid {os.getpid()})"
     layout = Layout(pinned.manifest.table)
     place = store.url.partition("?")[0]  # whatever link it is behind
-    source = "\n".join([place, *(f"{pack.key} {pack.generation}" for pack in pinned.packs)])
+    tenant = [f"tenant {options.tenant}"] if options.tenant else []
+    source = "\n".join([place, *tenant, *(f"{pack.key} {pack.generation}" for pack in pinned.packs)])
 
     def open_it() -> NodeCache:
         return open_cache(

@@ -71,7 +71,7 @@ class FdStore:
         return self._stored.total()
 
     def take(self) -> dict[str, list[int]]:
-        """Give the descriptors of a former life by name, in the order in which they were stored; once.
+        """Give the descriptors of a former life by name, those of one name in any order; once.
 
         They are the caller's to close, and stay stored. Names are as the manager gives them: unchecked.
         """

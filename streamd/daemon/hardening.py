@@ -6,8 +6,10 @@ containers often lack) costs a line in the log; rights that were to be given up 
 """
 
 import ctypes
+import faulthandler
 import os
 import resource
+import signal
 from collections.abc import Collection
 from pathlib import Path
 
@@ -44,6 +46,11 @@ def raise_descriptor_limit() -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
+def dump_stacks_on_request() -> None:
+    """Write the stacks of all threads to stderr at SIGUSR1; the process goes on."""
+    faulthandler.register(signal.SIGUSR1, file=2, all_threads=True)
+
+
 def lower_oom_score(score: int = OOM_SCORE, *, path: Path = Path("/proc/self/oom_score_adj")) -> bool:
     """Be killed late when memory is short, since sandboxes die with their mount; tell whether that could be had.
 
@@ -69,6 +76,32 @@ def mark_io_flusher() -> bool:
     return False
 
 
+def drop_capabilities() -> None:
+    """Stay who we are, without any capability, for good: root, too, is then an owner of files like any other.
+
+    For a worker that has all its descriptors. It must have one thread: capabilities are each thread's own. Afterwards
+    it makes files for itself alone (umask 077). Raises: `NotPermitted`; ValueError for a process with threads.
+    """
+    _require_one_thread()
+    _bound_capabilities(frozenset())
+    _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+    _set_capabilities(0)
+    os.umask(0o077)
+
+
+def _require_one_thread() -> None:
+    if len(os.listdir("/proc/self/task")) != 1:
+        raise ValueError("privileges must be dropped before the first thread is started")
+
+
+def _bound_capabilities(kept: frozenset[int]) -> None:
+    """Make sure that no program that is run, and no file's capabilities, bring back others than those."""
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
+    for capability in range(_CAPABILITIES_MAX):
+        if capability not in kept and _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
+            _prctl(_PR_CAPBSET_DROP, capability)
+
+
 def drop_privileges(uid: int, gid: int, *, keep_capabilities: Collection[int] = ()) -> None:
     """Become an ordinary user, for good: no groups, no capabilities but those to keep, none by running a program.
 
@@ -80,13 +113,9 @@ def drop_privileges(uid: int, gid: int, *, keep_capabilities: Collection[int] = 
     """
     if uid <= 0 or gid <= 0:
         raise ValueError("root is not an ordinary user")
-    if len(os.listdir("/proc/self/task")) != 1:
-        raise ValueError("privileges must be dropped before the first thread is started")
+    _require_one_thread()
     kept = frozenset(keep_capabilities)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    for capability in range(_CAPABILITIES_MAX):
-        if capability not in kept and _libc.prctl(_PR_CAPBSET_READ, capability, 0, 0, 0) == 1:
-            _prctl(_PR_CAPBSET_DROP, capability)
+    _bound_capabilities(kept)
     if kept:
         _prctl(_PR_SET_KEEPCAPS, 1)
     try:

@@ -23,10 +23,10 @@ class BadMemfd(StreamdError):
     kind = "bad-memfd"
 
 
-def memfd_of(data: bytes, name: str = "streamd") -> int:
+def memfd_of(data: bytes, name: str = "streamd", *, max_bytes: int = MEMFD_MAX_BYTES) -> int:
     """Give a new sealed memfd with these bytes; `name` shows in /proc/PID/fd. Raises: `OSError`, `ValueError`."""
-    if len(data) > MEMFD_MAX_BYTES:
-        raise ValueError(f"{len(data)} bytes are too many for a memfd (at most {MEMFD_MAX_BYTES})")
+    if len(data) > max_bytes:
+        raise ValueError(f"{len(data)} bytes are too many for a memfd (at most {max_bytes})")
     flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
     try:
         fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
@@ -45,14 +45,14 @@ def memfd_of(data: bytes, name: str = "streamd") -> int:
     return fd
 
 
-def bytes_of(fd: int) -> bytes:
+def bytes_of(fd: int, *, max_bytes: int = MEMFD_MAX_BYTES) -> bytes:
     """Give what is in a memfd that `memfd_of` made; its position plays no part. Raises: `BadMemfd`."""
     try:
         if fcntl.fcntl(fd, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
             raise BadMemfd("a stored memfd is not sealed")
         size = os.fstat(fd).st_size
-        if size > MEMFD_MAX_BYTES:
-            raise BadMemfd(f"a stored memfd has {size} bytes (at most {MEMFD_MAX_BYTES})")
+        if size > max_bytes:
+            raise BadMemfd(f"a stored memfd has {size} bytes (at most {max_bytes})")
         data = os.pread(fd, size, 0)
     except OSError as error:  # EINVAL: not a memfd
         raise BadMemfd(f"a stored descriptor is no memfd: {error.strerror}") from error

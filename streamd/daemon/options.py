@@ -13,7 +13,8 @@ class MountOptions:
     `mountpoint` is absolute, and resolved (`fuse.mount_paths.resolve`). `cache_dir` None: no cache on disk.
     `cache_max_bytes` None: the node cache's own rule. `store_timeout_s` bounds
     how long the store may be unreachable before the mount serves; after that, reads wait by `config.policy`.
-    `warm`: sealed files of the cache may be mounted themselves (`daemon.warm`).
+    `warm`: sealed files of the cache may be mounted themselves (`daemon.warm`). `tenant`: whose it is; what one has
+    cached is no other's. `seals`: an image that is whole is made ready for a warm mount.
     """
 
     snapshot_url: str
@@ -24,3 +25,5 @@ class MountOptions:
     config: Config
     store_timeout_s: float
     warm: bool = True
+    tenant: str = ""
+    seals: bool = True

@@ -9,6 +9,14 @@ that libfuse takes for the device, and libfuse's answers come back the same way:
 
 INTERRUPT is dropped: a read is never given up because a signal came (design rule 3), and nothing else takes long.
 
+A connection may outlive its server: another process that has the descriptor takes it over (design §5). The kernel's
+INIT, which it sends once, was kept by who mounted; libfuse is given it again, and its answer, which nobody waits for
+any more, is refused and not missed. (Unless the last server died before it answered INIT: then that comes again, too,
+and libfuse, which has answered one already, isn't asked: it gets the same answer.) What the last server had read and
+not answered comes again, with another bit in its `unique` (FUSE_NOTIFY_RESEND). A server that was killed while the
+kernel copied an answer out of it must have had every page of that answer in its page table, else that read ends in
+EIO: so no buffer here, or in what replies are made of, is memory that was never touched.
+
 Sources: linux/fuse.h (struct fuse_in_header, fuse_read_in, fuse_out_header; FUSE_MIN_READ_BUFFER and the rule that a
 read of the device needs room for the largest write, fs/fuse/dev.c:fuse_dev_do_read).
 """
@@ -30,7 +38,7 @@ log = structlog.get_logger()
 _IN_HEADER = struct.Struct("<IIQQIIIHH")  # len, opcode, unique, nodeid, uid, gid, pid, total_extlen, padding
 _READ_IN = struct.Struct("<QQIIQII")  # fh, offset, size, read_flags, lock_owner, flags, padding
 _OUT_HEADER = struct.Struct("<IiQ")  # len, error, unique
-_READ, _INTERRUPT = 15, 36
+_READ, _INIT, _INTERRUPT = 15, 26, 36
 # The device gives no request to a reader without room for the largest write that was negotiated: libfuse asks for a
 # megabyte (FUSE_MAX_MAX_PAGES), and we have no writes.
 _REQUEST_BYTES = (1 << 20) + 8192
@@ -43,12 +51,14 @@ _NOBODY_WAITS = (errno.ENOENT, errno.ENODEV, errno.ECONNABORTED)
 class Connection:
     """One mount's descriptor, served until the kernel ends it; the descriptor stays its opener's.
 
-    `library_fd` is for libfuse to read and write, and to close.
+    `library_fd` is for libfuse to read and write, and to close. `init` is the kernel's first request, if somebody has
+    read it already.
     """
 
-    def __init__(self, image: ServedImage, device_fd: int) -> None:
+    def __init__(self, image: ServedImage, device_fd: int, *, init: bytes | None = None) -> None:
         self._image = image
         self._device_fd = device_fd
+        self._is_over = False
         ours, library = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._ours = ours
         self.library_fd = library.detach()
@@ -56,6 +66,17 @@ class Connection:
         ours.setblocking(False)
         self._request = bytearray(_REQUEST_BYTES)
         self._reply = bytearray(_REQUEST_BYTES)
+        # INIT as it was given to libfuse: its `unique`, libfuse's answer, and that of one that came again meanwhile.
+        self._init_unique: int | None = None
+        self._init_answer: bytes | None = None
+        self._init_again: int | None = None
+        if init is not None:
+            _, _, self._init_unique, *_ = _IN_HEADER.unpack_from(init)
+            ours.send(init)
+
+    def let_go(self) -> None:
+        """Read and answer nothing any more: from now on the connection is another process's."""
+        self._is_over = True
 
     async def serve(self) -> None:
         """Pass requests and answers on until the connection ends."""
@@ -73,6 +94,8 @@ class Connection:
         while True:
             await trio.lowlevel.wait_readable(self._device_fd)
             for _ in range(_BATCH):
+                if self._is_over:
+                    return
                 try:
                     size = os.readv(self._device_fd, buffers)
                 except BlockingIOError:
@@ -88,8 +111,17 @@ class Connection:
                 _, opcode, unique, *_ = _IN_HEADER.unpack_from(self._request)
                 if opcode == _READ:
                     self._read(unique)
+                elif opcode == _INIT and self._init_unique is not None:
+                    self._init_again = unique
+                    self._answer_init_again()
                 elif opcode != _INTERRUPT:
                     await self._pass_on(memoryview(self._request)[:size])
+
+    def _answer_init_again(self) -> None:
+        if self._init_again is not None and self._init_answer is not None:
+            _, error, _ = _OUT_HEADER.unpack_from(self._init_answer)
+            self._write(self._init_again, -error, [self._init_answer[_OUT_HEADER.size :]])
+            self._init_again = None
 
     def _read(self, unique: int) -> None:
         try:
@@ -116,6 +148,8 @@ class Connection:
 
     def _write(self, unique: int, error: int, parts: Parts) -> None:
         """Answer a request. The kernel copies in this call, so the parts may change after it."""
+        if self._is_over:
+            return
         size = _OUT_HEADER.size + sum(len(part) for part in parts)
         try:
             os.writev(self._device_fd, [_OUT_HEADER.pack(size, -error, unique), *parts])
@@ -141,8 +175,12 @@ class Connection:
                 size = self._ours.recv_into(self._reply)
             except BlockingIOError:
                 continue
-            if not size:
+            if not size or self._is_over:
                 return
+            _, _, unique = _OUT_HEADER.unpack_from(self._reply)
+            if unique == self._init_unique and self._init_answer is None:
+                self._init_answer = bytes(view[:size])
+                self._answer_init_again()
             try:
                 os.write(self._device_fd, view[:size])
             except OSError as failure:

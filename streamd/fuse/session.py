@@ -4,7 +4,6 @@ import pyfuse3
 import trio
 
 from streamd.fuse.connection import Connection
-from streamd.fuse.mounting import FuseMount
 from streamd.fuse.operations import Operations
 from streamd.serve.image import ServedImage
 
@@ -16,9 +15,9 @@ _TASKS_MAX = 64
 class Session:
     """Serves a mount. One a process: libfuse's session is global in pyfuse3."""
 
-    def __init__(self, image: ServedImage, mount: FuseMount) -> None:
-        """Take over the mount's descriptor; the kernel's INIT is answered once `serve` runs."""
-        self._connection = Connection(image, mount.fd)
+    def __init__(self, image: ServedImage, device_fd: int, *, init: bytes | None = None) -> None:
+        """Serve a mount's descriptor; the kernel's INIT, or the one that was kept, is answered once `serve` runs."""
+        self._connection = Connection(image, device_fd, init=init)
         pyfuse3.init(Operations(image), f"/dev/fd/{self._connection.library_fd}", set())
 
     async def serve(self) -> None:
@@ -30,6 +29,10 @@ class Session:
 
     async def _library(self) -> None:
         await pyfuse3.main(min_tasks=_TASKS_KEPT, max_tasks=_TASKS_MAX)
+
+    def let_go(self) -> None:
+        """Read and answer nothing any more: from now on the connection is another process's."""
+        self._connection.let_go()
 
     def end(self) -> None:
         """Free what libfuse holds; the mount is gone by now, or whoever mounted it takes it away."""

@@ -26,6 +26,8 @@ MISSING_BYTES_MAX = (SLOTS - 1) * READ_BYTES
 RUN_READS = 160
 # How far from a run's highest byte a read may begin and still continue it: reads are held up by two windows at times.
 RUN_REACH_BYTES = 2 * MISSING_BYTES_MAX
+# A handle that is taken over: as many reads as may have waited.
+SETTLING_READS = 128
 # Runs that are followed at the same time: the stream and a few faulting threads.
 RUNS_MAX = 8
 
@@ -42,12 +44,14 @@ class _Run:
 class ReadClassifier:
     """What one handle has asked for, and so what its next read is."""
 
-    __slots__ = ("_asked", "_floor", "_runs")
+    __slots__ = ("_asked", "_floor", "_reads_to_settle", "_runs")
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_continued: bool = False) -> None:
+        """`is_continued`: what was asked for before is not known (another process has served the handle)."""
         self._asked = Ranges()
         self._floor = 0
         self._runs: list[_Run] = []
+        self._reads_to_settle = SETTLING_READS if is_continued else 0
 
     @property
     def floor(self) -> int:
@@ -59,6 +63,10 @@ class ReadClassifier:
         # Reads of runsc begin and end at pages; others are rounded to them, so that no reader makes the set large.
         start -= start % PAGE_BYTES
         end += -end % PAGE_BYTES
+        if self._reads_to_settle:
+            # The first reads are those that waited: the lowest of them is where the stream is, near enough.
+            self._floor = start if self._reads_to_settle == SETTLING_READS else min(self._floor, start)
+            self._reads_to_settle -= 1
         is_fault = self._asked.missing_bytes(self._floor, start) > MISSING_BYTES_MAX
         self._asked.add(start, end)
         self._follow(start, end)

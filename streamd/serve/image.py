@@ -7,14 +7,16 @@ All state belongs to the Trio thread that runs `run`.
 
 import itertools
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import structlog
 import trio
 
 from streamd.config import Config, Prefetch
+from streamd.serve.classify import ReadClassifier
 from streamd.serve.handles import Handle, Opener, PendingRead, ReadFailed
 from streamd.serve.learning import Confidence
 from streamd.serve.memory import Accountant
@@ -63,9 +65,14 @@ class ServedImage:
         recorder: Recorder | None = None,
         on_sample: Callable[[Sample], None] | None = None,
         read_limit_s: float | None = None,
+        is_taken_over: bool = False,
+        openers: Mapping[int, Opener] = MappingProxyType({}),
         run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
         """Reads that have waited for `read_limit_s` fail.
+
+        `is_taken_over`: another process has served this mount before, so its handles may be any; `openers` says who
+        has them, as far as that is known.
 
         `on_sample` is given what each closed handle of pages.img has taught about the order of reads.
         """
@@ -111,6 +118,8 @@ class ServedImage:
         self._hot_bytes = 0
         self._whole: dict[str, bytearray] = {}
         self._handles: dict[int, Handle] = {}
+        self._is_taken_over = is_taken_over
+        self._former_openers = openers
         # Handle numbers are never used twice in a mount's life, whichever process serves it: file | epoch | serial.
         self._epoch = secrets.randbits(23)
         self._serials = itertools.count(1)
@@ -128,6 +137,10 @@ class ServedImage:
         finally:
             self.fail(lambda _: True, "the mount is going away")
             await self._residency.finish(timeout_s=2.0)
+
+    async def settle(self) -> None:
+        """Bring to the disk what is on its way there, within a bound. Nothing is cached after it."""
+        await self._residency.finish(timeout_s=2.0)
 
     async def load_small_files(self) -> None:
         """Bring everything but pages.img here: gVisor reads it serially, before anything can run.
@@ -174,7 +187,24 @@ class ServedImage:
 
     def handle(self, number: int) -> Handle:
         """Give an open handle. Raises: `KeyError`."""
-        return self._handles[number]
+        handle = self._handles.get(number)
+        return self._taken_over(number) if handle is None else handle
+
+    def _taken_over(self, number: int) -> Handle:
+        """Give a handle that a former process has opened: its file is in its number. Raises: `KeyError`."""
+        file_index = number & 0xFF
+        if not self._is_taken_over or not number or file_index >= len(IMAGE_FILES):
+            raise KeyError(number)
+        name = IMAGE_FILES[file_index]
+        if name not in self.files:
+            raise KeyError(number)
+        opener = self._former_openers.get(number, Opener(0, "", None))
+        handle = Handle(number, name, opener, trio.current_time(), classifier=ReadClassifier(is_continued=True))
+        self._handles[number] = handle
+        if self._recorder is not None:
+            self._recorder.opened(number, name, handle.opened_s)
+        log.info("handle taken over", file=name, handle=number)
+        return handle
 
     def release(self, number: int) -> None:
         """Close a handle; reads of it that still wait are failed."""
@@ -371,6 +401,9 @@ class ServedImage:
                     "waited": waits.waited,
                     "wait_s": round(waits.wait_s, 6),
                     "longest_s": round(waits.longest_s, 6),
+                    "stalled": waits.durations.at_least(self._policy.event_after_s),
+                    "wait_p50_s": round(waits.durations.quantile_s(0.5), 6),
+                    "wait_p99_s": round(waits.durations.quantile_s(0.99), 6),
                 }
                 for want, waits in stats.classes.items()
             },

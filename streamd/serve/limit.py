@@ -181,7 +181,7 @@ class BackgroundLimit:
             return
         self._growing, self._low_windows = False, 0
         self._rate = max(rate, self._rate)
-        self._set(self._bytes / 2 * 1.25)  # the doubling before this one was enough
+        self._set(self._bytes * 0.75)  # the doubling before this one was nearly enough
         self._calm_first_byte_s = first_byte_s
 
     def _end_trial(self, rate: float) -> None:

@@ -238,7 +238,7 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
         directory_fd = os.open(path / FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for name, size in sizes.items():
-                fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+                fd = _open_to_write(name, flags, directory_fd)
                 fds.append(fd)
                 if os.fstat(fd).st_size != size:
                     os.ftruncate(fd, size)
@@ -257,6 +257,15 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
     return NodeCache(
         path, lock_fd=lock_fd, file_fds=fds[1:-1], sizes=list(sizes.values()), resident_fd=resident_fd, bits=bits
     )
+
+
+def _open_to_write(name: str, flags: int, directory_fd: int) -> int:
+    """Open a file of ours, also one that was sealed, by an owner without capabilities; its seal is broken then."""
+    try:
+        return os.open(name, flags, 0o600, dir_fd=directory_fd)
+    except PermissionError:
+        os.chmod(name, 0o600, dir_fd=directory_fd)
+        return os.open(name, flags, 0o600, dir_fd=directory_fd)
 
 
 def is_current(path: Path) -> bool:

@@ -30,7 +30,7 @@ Parts: TypeAlias = Sequence[Buffer]
 # Told of a read's end: the reply's bytes, valid until the call returns, or why there are none. It doesn't raise.
 OnAnswer: TypeAlias = Callable[[Parts | ReadFailed], None]
 
-_ZEROS = memoryview(bytes(1 << 20))
+_ZEROS = memoryview(b"\0" * (1 << 20))  # every page touched (fuse/connection.py)
 
 
 class Reads:

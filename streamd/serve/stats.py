@@ -6,15 +6,45 @@ from dataclasses import dataclass, field
 from streamd.serve.order import Want
 
 
+class Durations:
+    """Times as a histogram whose steps are 10 % apart, from 10 µs to 5 minutes."""
+
+    _LEAST_S = 1e-5
+    _STEP = math.log(1.1)
+
+    def __init__(self) -> None:
+        self._counts = [0] * 180
+
+    def note(self, duration_s: float) -> None:
+        """Count one."""
+        step = int(math.log(max(duration_s, self._LEAST_S) / self._LEAST_S) / self._STEP)
+        self._counts[min(step, len(self._counts) - 1)] += 1
+
+    def at_least(self, duration_s: float) -> int:
+        """Count those of so much or more, give or take a step."""
+        step = int(math.log(max(duration_s, self._LEAST_S) / self._LEAST_S) / self._STEP)
+        return sum(self._counts[step:])
+
+    def quantile_s(self, share: float) -> float:
+        """Give the time below which that share of them lie, up to 10 % too large; 0 when there are none."""
+        left = share * sum(self._counts)
+        for step, count in enumerate(self._counts):
+            left -= count
+            if count and left <= 0:
+                return self._LEAST_S * math.exp((step + 1) * self._STEP)
+        return 0.0
+
+
 @dataclass(slots=True)
 class Waits:
-    """Reads of one class: how many, bytes, how many had to wait and for how long (seconds, sum and longest)."""
+    """Reads of one class: how many, bytes, how many had to wait and for how long (seconds: sum, longest, all)."""
 
     reads: int = 0
     read_bytes: int = 0
     waited: int = 0
     wait_s: float = 0.0
     longest_s: float = 0.0
+    durations: Durations = field(default_factory=Durations)
 
     def note(self, size: int, wait_s: float | None) -> None:
         """Count one read that is answered; `wait_s` is None when it didn't wait."""
@@ -24,41 +54,25 @@ class Waits:
             self.waited += 1
             self.wait_s += wait_s
             self.longest_s = max(self.longest_s, wait_s)
+            self.durations.note(wait_s)
 
 
-class ReleaseGaps:
-    """Times between two chunk releases, as a histogram whose steps are 10 % apart.
-
-    A gap counts while something is under way from the store without a break.
-    """
-
-    _LEAST_S = 1e-5
-    _STEP = math.log(1.1)
+class ReleaseGaps(Durations):
+    """Times between two chunk releases. One counts while something is under way from the store without a break."""
 
     def __init__(self) -> None:
-        self._counts = [0] * 180  # up to 5 minutes
+        super().__init__()
         self._last_s: float | None = None
 
     def released(self, at_s: float) -> None:
         """Note a release."""
         if self._last_s is not None:
-            gap_s = max(at_s - self._last_s, self._LEAST_S)
-            step = int(math.log(gap_s / self._LEAST_S) / self._STEP)
-            self._counts[min(step, len(self._counts) - 1)] += 1
+            self.note(at_s - self._last_s)
         self._last_s = at_s
 
     def pause(self) -> None:
         """Note that nothing is under way any more."""
         self._last_s = None
-
-    def quantile_s(self, share: float) -> float:
-        """Give the gap below which that share of them lie, up to 10 % too large; 0 when there are none."""
-        left = share * sum(self._counts)
-        for step, count in enumerate(self._counts):
-            left -= count
-            if count and left <= 0:
-                return self._LEAST_S * math.exp((step + 1) * self._STEP)
-        return 0.0
 
 
 @dataclass(slots=True)

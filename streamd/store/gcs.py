@@ -32,10 +32,11 @@ from typing import Any
 
 from streamd.errors import StoreError, StoreErrorKind
 from streamd.store.checksum import crc32c
-from streamd.store.credentials import Tokens, default_tokens
+from streamd.store.credentials import default_tokens
 from streamd.store.google_errors import refuse_strange, translated
 from streamd.store.google_http import GoogleHttp
 from streamd.store.google_json import GoogleJson
+from streamd.store.identity import TokenProvider
 from streamd.store.port import CLOCK_KEY, Buffer, Condition, ObjectInfo, checked_key, is_key
 
 _ENDPOINT = "https://storage.googleapis.com"
@@ -88,7 +89,7 @@ class GoogleStore:
         prefix: str = "",
         *,
         emulator_host: str | None = None,
-        tokens: Tokens | None = None,
+        tokens: TokenProvider | None = None,
         timeouts: Timeouts = Timeouts(),
     ) -> None:
         self._bucket = bucket

@@ -9,6 +9,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
 
 from streamd.errors import Exit, StreamdError
 from streamd.snapshot.names import checked_id
+from streamd.store.identity import TokenProvider
 from streamd.store.port import Store, is_key
 
 _SECONDS = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
@@ -34,12 +35,13 @@ class BadURL(StreamdError):
     exit_code, kind = Exit.USAGE, "usage"
 
 
-def open_store(url: str) -> Store:
+def open_store(url: str, *, tokens: TokenProvider | None = None) -> Store:
     """Open the store at `url`. Nothing is asked of it yet, so a wrong bucket or directory shows at the first call.
 
     The query of a `file:` address, for trials, makes every request wait (`latency`, with us, ms or s) and lets all
     reads and puts together move no more than `rate` (B/s, kB/s, MB/s, GB/s, KiB/s, MiB/s, GiB/s, kbit/s, Mbit/s,
-    Gbit/s). Raises: `BadURL`; for `gs:` also `StoreError` CREDENTIALS when there are none to be had.
+    Gbit/s). `tokens` sign what is asked of Google; None: those of the application default credentials. Raises:
+    `BadURL`; for `gs:` also `StoreError` CREDENTIALS when there are none to be had.
     """
     parts = urlsplit(url)
     match parts.scheme:
@@ -56,7 +58,8 @@ def open_store(url: str) -> Store:
             from streamd.store.gcs import GoogleStore  # half a second, which other stores need not pay
 
             # As every client of Google Cloud Storage honours it.
-            return GoogleStore(parts.netloc, prefix, emulator_host=os.environ.get("STORAGE_EMULATOR_HOST"))
+            host = os.environ.get("STORAGE_EMULATOR_HOST")
+            return GoogleStore(parts.netloc, prefix, emulator_host=host, tokens=tokens)
         case "":
             raise BadURL(f"{url}: a store's address begins with gs:// or file://")
         case scheme:

@@ -58,6 +58,7 @@ def test_the_example_in_the_documentation_is_right() -> None:
     example = "\n".join(line[4:] for line in config.__doc__.splitlines() if line.startswith("    "))
     document = tomllib.loads(example)
     assert [document["cache"].pop(key) for key in ("max_bytes", "reserve_bytes")] == ["50%", "10%"]  # of this disk
+    assert document["daemon"].pop("memory_max_bytes") == "50%"  # of this machine
     assert read(document) == Config()
 
 

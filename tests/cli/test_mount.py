@@ -55,7 +55,7 @@ def test_mount_returns_when_it_serves_and_umount_when_it_is_gone(
     }
     log = Path(mounted["log"])
     assert log.stat().st_mode & 0o777 == 0o600
-    assert "mount serves" in [json.loads(line)["event"] for line in log.read_text().splitlines()]
+    assert "serving" in [json.loads(line)["event"] for line in log.read_text().splitlines()]
 
     [status] = streamd.ok("status")["mounts"]
     assert (status["mountpoint"], status["pid"]) == (str(mountpoint), mounted["pid"])

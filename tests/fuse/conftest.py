@@ -1,5 +1,6 @@
 """A snapshot in a directory and in the emulator, a proxy that misbehaves, and real mounts that are sure to go away."""
 
+import contextlib
 import dataclasses
 import shutil
 from collections.abc import Callable, Iterator
@@ -99,15 +100,17 @@ def emulator() -> Iterator[Emulator]:
 
 
 @pytest.fixture(scope="session")
-def push_to_emulator(image: Path, emulator: Emulator) -> Callable[[str], Saved]:
+def push_to_emulator(image: Path, emulator: Emulator) -> Iterator[Callable[[str], Saved]]:
     """Give what pushes the image under a prefix of the emulator's bucket."""
+    with contextlib.ExitStack() as stores:
 
-    def pushed(prefix: str) -> Saved:
-        store = GoogleStore(emulator.bucket, prefix, emulator_host=emulator.address)
-        push(image, store, snapshot_id=_ID, push_id="p", options=_OPTIONS)
-        return Saved(image, store, f"gs://{emulator.bucket}/{prefix}/{_ID}")
+        def pushed(prefix: str) -> Saved:
+            store = GoogleStore(emulator.bucket, prefix, emulator_host=emulator.address)
+            stores.callback(store.close)
+            push(image, store, snapshot_id=_ID, push_id="p", options=_OPTIONS)
+            return Saved(image, store, f"gs://{emulator.bucket}/{prefix}/{_ID}")
 
-    return pushed
+        yield pushed
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,218 @@
+"""What of an image outlives the supervisor, in systemd's fd store, and comes back with the next one.
+
+By name, `ID` being the image's id and N a number that grows (a value that changes is stored under a new name before
+its old one is removed, `fd_store.py`). One descriptor a name: systemd gives several of one name back in any order.
+
+    ID.device.N    the connection
+    ID.state.N     a memfd with `MountState` as JSON
+    ID.snapshot.N  a memfd with the pinned snapshot (`keepsake.py`)
+    ID.wire.N      the way to the worker
+    ID.process.N   the worker's process (a pidfd)
+
+An image of which only a part came back is not lost: without its worker's two, the worker is found gone or made so,
+and replaced. Without one of the first three nothing can be done; its worker serves on until the mount ends.
+"""
+
+import base64
+import json
+import os
+import re
+import select
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import structlog
+
+from streamd.daemon.fd_store import FdStore, FdStoreError
+from streamd.daemon.life import Life
+from streamd.daemon.memfds import BadMemfd, bytes_of, memfd_of
+from streamd.daemon.spawning import WorkerProcess
+from streamd.daemon.wire import Wire
+
+log = structlog.get_logger()
+
+_NAME = re.compile(r"([0-9a-f]{32})\.(device|state|snapshot|wire|process)\.(\d{1,9})", re.ASCII)
+_OF_MOUNT = ("device", "state", "snapshot")
+_OF_WORKER = ("wire", "process")
+
+
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """A descriptor that came back."""
+
+    number: int
+    name: str
+    fd: int
+
+
+@dataclass(frozen=True, slots=True)
+class MountState:
+    """What the next supervisor must know of a mount. `init`: the kernel's first request, base64."""
+
+    snapshot_url: str
+    tenant: str
+    prefetch: str
+    credentials: Mapping[str, Any] | None
+    mountpoint: str
+    device: tuple[int, int]
+    created_s: float
+    restarts: int
+    version: str
+    init: str
+
+    def first_request(self) -> bytes:
+        """Give the kernel's first request."""
+        return base64.b64decode(self.init)
+
+
+@dataclass(slots=True)
+class Kept:
+    """What came back of one image. `worker`: the way to its worker, if that lives."""
+
+    image_id: str
+    state: MountState
+    device_fd: int
+    keepsake_fd: int
+    worker: WorkerProcess | None
+
+
+class FdKeeper:
+    """Keeps in an fd store, where there is one. An error costs the restart, never the mount."""
+
+    def __init__(self, store: FdStore, *, version: str) -> None:
+        self._store = store
+        self._version = version
+        self._names: dict[str, dict[str, str]] = {}
+        self._numbers = 0
+
+    @property
+    def is_there(self) -> bool:
+        """Whether anything is kept."""
+        return self._store.is_there
+
+    def keep_mount(self, life: Life) -> None:
+        """Keep the mount's descriptor and what is known of it; to be called again when that has changed."""
+        image, mount = life.image, life.mount
+        assert mount is not None
+        state = MountState(
+            snapshot_url=image.snapshot_url,
+            tenant=image.tenant,
+            prefetch=image.prefetch.value,
+            credentials=image.credentials,
+            mountpoint=mount.mountpoint,
+            device=mount.device,
+            created_s=image.created_s,
+            restarts=image.restarts,
+            version=self._version,
+            init=base64.b64encode(life.init).decode(),
+        )
+        state_fd = memfd_of(json.dumps(asdict(state)).encode(), "mount")
+        try:
+            parts = {"state": state_fd}
+            # What doesn't change is kept once: an open file under a second name is dropped (`fd_store.py`).
+            if "device" not in self._names.get(image.id, {}):
+                parts |= {"device": mount.fd, "snapshot": life.keepsake_fd}
+            self._keep(image.id, parts)
+        finally:
+            os.close(state_fd)
+
+    def keep_worker(self, life: Life) -> None:
+        """Keep the way to the worker that serves now, in place of the last one's."""
+        assert life.worker is not None
+        self._keep(life.image.id, {"wire": life.worker.wire.fileno(), "process": life.worker.process_fd})
+
+    def forget(self, life: Life) -> None:
+        """Keep nothing of it any more."""
+        for name in self._names.pop(life.image.id, {}).values():
+            self._remove(name)
+
+    def _keep(self, image_id: str, parts: Mapping[str, int]) -> None:
+        self._numbers += 1
+        names = self._names.setdefault(image_id, {})
+        former = [names[part] for part in parts if part in names]
+        try:
+            for part, fd in parts.items():
+                name = f"{image_id}.{part}.{self._numbers}"
+                self._store.store(name, [fd])
+                names[part] = name
+        except (FdStoreError, OSError) as error:
+            log.warning("a restart would lose this image's mount", image=image_id, reason=str(error))
+            return
+        for name in former:
+            self._remove(name)
+
+    def _remove(self, name: str) -> None:
+        try:
+            self._store.remove(name)
+        except (FdStoreError, ValueError) as error:
+            log.warning("the fd store keeps what is not needed any more", name=name, reason=str(error))
+
+    def take(self) -> list[Kept]:
+        """Give what the last supervisor has left; what makes no sense is removed, logged."""
+        found: dict[str, dict[str, _Stored]] = {}
+        for name, fds in self._store.take().items():
+            match = _NAME.fullmatch(name)
+            if match is None or len(fds) != 1:
+                self._drop(name, fds)
+                continue
+            image_id, part, number = match[1], match[2], int(match[3])
+            self._numbers = max(self._numbers, number)
+            parts = found.setdefault(image_id, {})
+            other = parts.get(part)
+            if other is not None and other.number > number:
+                self._drop(name, fds)
+                continue
+            if other is not None:
+                self._drop(other.name, [other.fd])
+            parts[part] = _Stored(number, name, fds[0])
+        return [kept for image_id, parts in found.items() if (kept := self._kept(image_id, parts)) is not None]
+
+    def _kept(self, image_id: str, parts: dict[str, _Stored]) -> Kept | None:
+        state = self._state(parts["state"].fd) if all(part in parts for part in _OF_MOUNT) else None
+        if state is None:
+            for stored in parts.values():
+                self._drop(stored.name, [stored.fd])
+            log.warning("an image of the last life can't be taken over", image=image_id)
+            return None
+        os.close(parts["state"].fd)
+        self._names[image_id] = {part: stored.name for part, stored in parts.items()}
+        worker = _living([parts[part].fd for part in _OF_WORKER if part in parts])
+        return Kept(image_id, state, parts["device"].fd, parts["snapshot"].fd, worker)
+
+    def _state(self, fd: int) -> MountState | None:
+        try:
+            values = json.loads(bytes_of(fd))
+            return MountState(**{**values, "device": tuple(values["device"])})
+        except (BadMemfd, ValueError, TypeError, LookupError) as error:
+            log.warning("what is known of a mount can't be read", reason=str(error))
+            return None
+
+    def _drop(self, name: str, fds: Sequence[int]) -> None:
+        for fd in fds:
+            os.close(fd)
+        self._remove(name)
+
+
+def _living(fds: Sequence[int]) -> WorkerProcess | None:
+    """Take up the wire and the process of a worker that lives; of one that doesn't, close what came back."""
+    if len(fds) == len(_OF_WORKER):
+        wire_fd, process_fd = fds
+        poll = select.poll()
+        poll.register(process_fd, select.POLLIN)
+        if not poll.poll(0):
+            return WorkerProcess(_pid(process_fd), process_fd, Wire(socket.socket(fileno=wire_fd)))
+    for fd in fds:
+        os.close(fd)
+    return None
+
+
+def _pid(process_fd: int) -> int:
+    """Give the number of a process, 0 when it can't be seen (pidfd_open(2))."""
+    with open(f"/proc/self/fdinfo/{process_fd}") as facts:
+        for line in facts:
+            name, _, value = line.partition(":")
+            if name == "Pid":
+                return max(0, int(value))
+    return 0

@@ -1,0 +1,165 @@
+"""What the supervisor knows of an image, and what follows from it (pure: times come in as numbers).
+
+An image is one snapshot of one tenant on this node: one mount, one worker, one fetch, however many pods restore it.
+"""
+
+import hashlib
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from streamd.config import Prefetch
+from streamd.daemon.api.models import (
+    CredentialsKind,
+    ErrorFacts,
+    FaultWaits,
+    ImageState,
+    ImageStateName,
+    Lease,
+    Opener,
+    Progress,
+)
+
+# Workers that die more often than this are not replaced: the reads fail, and somebody looks at it. One that dies at
+# once, over a request that is given out again each time, gets there in some three seconds.
+DEATHS_MAX = 20
+DEATHS_WITHIN_S = 30.0
+_KNOWN_OPENERS_MAX = 64
+
+LIVE = (ImageStateName.PREPARING, ImageStateName.SERVING, ImageStateName.WARM, ImageStateName.DRAINING)
+
+
+def image_id(snapshot_url: str, tenant: str) -> str:
+    """Name the image of a snapshot and a tenant (32 hex digits)."""
+    return hashlib.sha256(f"{tenant}\0{snapshot_url}".encode()).hexdigest()[:32]
+
+
+class Deaths:
+    """When workers of one image died; says when it is enough."""
+
+    def __init__(self) -> None:
+        self._at_s: deque[float] = deque(maxlen=DEATHS_MAX + 1)
+
+    def note(self, now_s: float) -> bool:
+        """Note one; true when the next worker may be started."""
+        self._at_s.append(now_s)
+        return len(self._at_s) <= DEATHS_MAX or now_s - self._at_s[0] > DEATHS_WITHIN_S
+
+
+@dataclass(slots=True, eq=False)
+class Image:
+    """One image of this node. Totals are sums over its workers: what dead ones had counted is in `_before`."""
+
+    id: str
+    snapshot_url: str
+    tenant: str
+    prefetch: Prefetch
+    credentials: Mapping[str, Any] | None
+    mountpoint: str
+    created_s: float
+    state: ImageStateName = ImageStateName.PREPARING
+    restarts: int = 0
+    worker_pid: int | None = None
+    worker_started_s: float | None = None
+    leases: dict[str, Lease] = field(default_factory=dict)
+    openers: list[Opener] = field(default_factory=list)
+    last_error: ErrorFacts | None = None
+    deaths: Deaths = field(default_factory=Deaths)
+    ends_when_unused: bool = False
+    idle_since_s: float | None = None
+    status: Mapping[str, Any] = field(default_factory=dict)
+    # Who had which handle open, for the next worker: it learns of a handle only by what is asked of it.
+    known_openers: dict[int, Opener] = field(default_factory=dict)
+    _seen: set[int] = field(default_factory=set)  # of them, those that the present worker has told of
+    _before: dict[str, int] = field(default_factory=dict)
+
+    @property
+    def is_live(self) -> bool:
+        """Whether it is served, or will be."""
+        return self.state in LIVE
+
+    @property
+    def is_in_use(self) -> bool:
+        """Whether somebody holds a lease or has a file open, as far as is known."""
+        return bool(self.leases or self.openers)
+
+    def take_status(self, status: Mapping[str, Any]) -> None:
+        """Take what a worker says of itself."""
+        self.status = status
+        self.openers = [
+            Opener(handle=handle, file=file, pid=pid, command=command, container=container)
+            for handle, file, pid, command, container in status.get("openers", [])
+        ]
+        here = {opener.handle: opener for opener in self.openers}
+        for handle in self._seen - here.keys():  # closed
+            self.known_openers.pop(handle, None)
+        self._seen = set(here)
+        self.known_openers |= here
+        while len(self.known_openers) > _KNOWN_OPENERS_MAX:
+            del self.known_openers[next(iter(self.known_openers))]
+
+    def worker_is_gone(self) -> None:
+        """Keep what a worker had counted."""
+        for name, amount in self._of_worker().items():
+            self._before[name] = self._before.get(name, 0) + amount
+        self.status = {}
+        self.openers = []
+        self._seen = set()
+        self.worker_pid = self.worker_started_s = None
+
+    def is_idle(self, now_s: float, *, grace_s: float) -> bool:
+        """Whether nobody has used it for so long that it may go. To be asked now and then."""
+        if self.is_in_use or self.state not in (ImageStateName.SERVING, ImageStateName.DRAINING):
+            self.idle_since_s = None
+            return False
+        if self.idle_since_s is None:
+            self.idle_since_s = now_s
+        return self.ends_when_unused or now_s - self.idle_since_s >= grace_s
+
+    def _of_worker(self) -> dict[str, int]:
+        reads = self.status.get("reads", {})
+        counts = {f"read_{kind}": int(of["bytes"]) for kind, of in reads.items()}
+        counts["origin"] = int(self.status.get("origin_bytes", 0))
+        counts["cache_verified_chunks"] = int(self.status.get("cache_verified_chunks", 0))
+        counts["stalls"] = sum(int(of["stalled"]) for of in reads.values())
+        counts["faults"] = int(reads.get("fault", {}).get("waited", 0))
+        return counts
+
+    def describe(self) -> ImageState:
+        """Give it as the API shows it."""
+        totals = dict(self._before)
+        for name, amount in self._of_worker().items():
+            totals[name] = totals.get(name, 0) + amount
+        fault = self.status.get("reads", {}).get("fault", {})
+        chunks, zeros = int(self.status.get("chunks", 0)), int(self.status.get("zero_chunks", 0))
+        total_bytes = int(self.status.get("image_bytes", 0))
+        # Chunks are of one size but for the last of each file.
+        share = (int(self.status.get("cached_chunks", 0)) + zeros) / chunks if chunks else 0.0
+        is_mounted = self.state in (ImageStateName.SERVING, ImageStateName.WARM, ImageStateName.DRAINING)
+        kind = CredentialsKind.DEFAULT if not self.credentials else CredentialsKind(next(iter(self.credentials)))
+        return ImageState(
+            id=self.id,
+            snapshot_url=self.snapshot_url,
+            tenant=self.tenant,
+            state=self.state,
+            created_s=self.created_s,
+            prefetch=self.prefetch,
+            credentials=kind,
+            mountpoint=self.mountpoint if is_mounted else None,
+            restarts=self.restarts,
+            worker_pid=self.worker_pid,
+            worker_started_s=self.worker_started_s,
+            leases=list(self.leases.values()),
+            openers=list(self.openers),
+            progress=Progress(resident_bytes=int(share * total_bytes), total_bytes=total_bytes),
+            fault_waits=FaultWaits(
+                count=totals.pop("faults", 0),
+                p50_ms=1000 * float(fault.get("wait_p50_s", 0.0)),
+                p99_ms=1000 * float(fault.get("wait_p99_s", 0.0)),
+            ),
+            stalls=totals.pop("stalls", 0),
+            bytes_by_tier={name: amount for name, amount in totals.items() if name != "cache_verified_chunks"},
+            last_error=self.last_error,
+            cache_problem=self.status.get("cache_problem"),
+        )

@@ -1,0 +1,442 @@
+"""One image's life in the supervisor: prepared, mounted, served by one worker after another, taken away.
+
+The supervisor owns the mount: it made it, has the connection's descriptor and the kernel's first request, and nobody
+else unmounts it. A worker that dies is replaced within the second:
+
+1. Its process is gone, with all its threads (its pidfd says so): never two readers of one connection.
+2. The kernel is told to give out again what was read and not answered (FUSE_NOTIFY_RESEND, Linux 6.9).
+3. The next worker gets the descriptor, the first request and the pinned snapshot; the store isn't asked.
+
+A worker that doesn't beat in time is killed and replaced the same way. One that can't be killed (its thread waits for
+a disk, uninterruptibly) is not replaced, since it may come back: the connection is aborted, so its reads fail. So they
+do when workers die one after another, and when the kernel is older. Nothing here opens or stats what is on a mount.
+"""
+
+import errno
+import os
+import signal
+import struct
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from enum import Enum, auto
+from pathlib import Path
+from typing import Any, Protocol
+
+import structlog
+import trio
+
+from streamd.config import Config
+from streamd.daemon.api.models import ErrorFacts, ImageStateName
+from streamd.daemon.images import Image
+from streamd.daemon.memfds import memfd_of
+from streamd.daemon.relay import relayed, single_error
+from streamd.daemon.spawning import Spawner, WorkerProcess
+from streamd.daemon.worker import Assignment
+from streamd.errors import Exit, NotFound, Refused, StreamdError
+from streamd.fuse import mount_paths, mountinfo, mounting
+from streamd.fuse.mounting import FuseMount
+from streamd.safe_paths import SafeDirectory
+
+log = structlog.get_logger()
+
+# A worker beats every second; its Trio thread never waits for anything, but a node may be busy.
+HANG_S = 5.0
+# From SIGKILL to the end of the last thread: milliseconds, or a disk that hangs.
+REAP_S = 3.0
+_HAND_OVER_S = 5.0
+_SERVING_S = 30.0
+# On top of the store's time-out.
+_PREPARE_S = 30.0
+_INIT_S = 10.0
+_IDLE_LOOK_S = 0.5
+_ANSWER_S = 5.0
+_MOUNTPOINTS_MAX = 8
+_INIT_BYTES = (1 << 20) + 8192
+# linux/fuse.h: struct fuse_out_header of a notification: len, code, no unique.
+_RESEND = struct.pack("<IiQ", 16, 7, 0)
+
+
+class Ending(Enum):
+    """Why a worker serves no more."""
+
+    OVER = auto()  # the connection has ended
+    DIED = auto()
+    HUNG = auto()
+    UNREAPED = auto()  # it hangs, and can't be killed
+
+
+class Keeper(Protocol):
+    """Where what must outlive the supervisor is kept (`adoption.py`); any of it may be kept nowhere."""
+
+    def keep_mount(self, life: "Life") -> None:
+        """Keep the mount's descriptor and what is known of it."""
+        ...
+
+    def keep_worker(self, life: "Life") -> None:
+        """Keep the way to the worker that serves now, in place of the last one's."""
+        ...
+
+    def forget(self, life: "Life") -> None:
+        """Keep nothing of it any more."""
+        ...
+
+
+class WorkerLost(StreamdError):
+    """An image has no worker and gets none; the message says why."""
+
+    kind = "worker-lost"
+
+
+class Life:
+    """Runs one image; state of the Trio thread. `tell(kind, **facts)` publishes an event of the image."""
+
+    def __init__(
+        self,
+        image: Image,
+        config: Config,
+        spawner: Spawner,
+        keeper: Keeper,
+        tell: Callable[..., None],
+        *,
+        config_path: str | None,
+        store_timeout_s: float = 60.0,
+        may_harden: bool = True,
+    ) -> None:
+        self.image = image
+        self.mount: FuseMount | None = None
+        self.init = b""
+        self.keepsake_fd = -1
+        self.worker: WorkerProcess | None = None
+        self._config = config
+        self._spawner = spawner
+        self._keeper = keeper
+        self._tell = tell
+        self._config_path = config_path
+        self._store_timeout_s = store_timeout_s
+        self._may_harden = may_harden
+        self._answers: dict[int, int | None] = {}
+        self._answered = trio.Event()
+        self._questions = 0
+        self._is_handing_over = False
+        self._preparing: trio.CancelScope | None = None
+
+    def adopt(self, mount: FuseMount, init: bytes, keepsake_fd: int, worker: WorkerProcess | None) -> None:
+        """Take over a mount that a former supervisor has made, and its worker, if that lives; before `run`."""
+        self.mount, self.init, self.keepsake_fd, self.worker = mount, init, keepsake_fd, worker
+
+    async def run(self) -> None:
+        """Live; returns when the image is gone or has failed. A cancellation leaves the mount and its worker alone."""
+        image = self.image
+        try:
+            if self.mount is None:
+                with trio.CancelScope() as self._preparing:
+                    await self._begin()
+                if self._preparing.cancelled_caught:
+                    raise WorkerLost("it was released before it was mounted")
+                self._preparing = None
+            else:
+                image.state = ImageStateName.SERVING
+                if self.worker is None:
+                    await self._take_over()
+                else:
+                    image.worker_pid = self.worker.pid
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._end_when_idle)
+                await self._serve()
+                nursery.cancel_scope.cancel()
+            image.state = ImageStateName.GONE
+        except (StreamdError, OSError, BaseExceptionGroup) as error:
+            lone = single_error(error)
+            if not isinstance(lone, StreamdError | OSError):
+                raise
+            self._note_error(lone)
+            image.state = ImageStateName.FAILED
+        with trio.CancelScope(shield=True):
+            await self._clean_up()
+        self._tell("image-gone" if image.state is ImageStateName.GONE else "image-failed", reason=self._reason())
+
+    # The beginning
+
+    async def _begin(self) -> None:
+        """Have a worker prepare, mount, and let it serve. Raises: `StreamdError`, `OSError`."""
+        while True:
+            worker = self.worker = await self._new_worker()
+            worker.wire.send_nowait(self._assignment().message())
+            answer = await self._expect(worker, "prepared", self._store_timeout_s + _PREPARE_S)
+            if answer is not None:
+                (self.keepsake_fd,) = answer
+                break
+            await self._bury()
+            self._count_death()
+        mount = self.mount = await trio.to_thread.run_sync(self._make_mount)
+        self.init = await self._first_request(mount.fd)
+        self._keeper.keep_mount(self)
+        self._keeper.keep_worker(self)
+        init_fd = memfd_of(self.init)
+        try:
+            worker.wire.send_nowait({"do": "connect"}, [mount.fd, init_fd])
+        finally:
+            os.close(init_fd)
+        self.image.state = ImageStateName.SERVING
+        if await self._expect(worker, "serving", _SERVING_S) is None:
+            await self._bury()
+            await self._take_over()
+        self._tell("image-serving", mountpoint=mount.mountpoint)
+
+    def _make_mount(self) -> FuseMount:
+        """Mount on a directory of ours; in a thread. Raises: `StreamdError`.
+
+        A mount of a former life may be there that its worker still serves: it goes if nobody uses it, else it is left
+        alone. It is not looked at, since it may hang.
+        """
+        base = self.image.mountpoint
+        for number in range(_MOUNTPOINTS_MAX):
+            mountpoint = f"{base}.{number}" if number else base
+            with SafeDirectory.open(Path(mountpoint).parent, make=True) as above, suppress(FileExistsError):
+                os.mkdir(os.path.basename(mountpoint), 0o700, dir_fd=above.fd)
+            with suppress(Refused, NotFound):
+                mounting.unmount(mountpoint)
+            if mountinfo.topmost(mountpoint) is None:
+                self.image.mountpoint = mountpoint
+                with mounting.check(mount_paths.resolve(mountpoint), server_lives=lambda _: False) as directory:
+                    return mounting.mount(directory)
+        raise Refused(f"{base} and all places beside it are used by workers of former lives")
+
+    async def _first_request(self, device_fd: int) -> bytes:
+        """Read the kernel's INIT, which comes once."""
+        os.set_blocking(device_fd, False)
+        with trio.move_on_after(_INIT_S):
+            while True:
+                await trio.lowlevel.wait_readable(device_fd)
+                try:
+                    return os.read(device_fd, _INIT_BYTES)
+                except BlockingIOError:
+                    continue
+        raise StreamdError("the kernel says nothing on a new mount")
+
+    def _assignment(self) -> Assignment:
+        image = self.image
+        openers = tuple((o.handle, o.pid, o.command, o.container) for o in image.known_openers.values())
+        return Assignment(
+            image=image.id,
+            snapshot_url=image.snapshot_url,
+            mountpoint=image.mountpoint,
+            prefetch=image.prefetch.value,
+            tenant=image.tenant,
+            credentials=image.credentials,
+            config_path=self._config_path,
+            store_timeout_s=self._store_timeout_s,
+            may_harden=self._may_harden,
+            openers=openers,
+        )
+
+    async def _new_worker(self) -> WorkerProcess:
+        worker = await self._spawner.spawn()
+        self.image.worker_pid, self.image.worker_started_s = worker.pid, time.time()
+        return worker
+
+    async def _expect(self, worker: WorkerProcess, what: str, limit_s: float) -> list[int] | None:
+        """Wait for a message; give its descriptors, None when the worker died or hung instead.
+
+        Raises: what the worker was refused by.
+        """
+        with trio.move_on_after(limit_s):
+            while (received := await worker.wire.receive()) is not None:
+                message, fds = received
+                if message.get("is") == "refused":
+                    raise relayed(message.get("error"))
+                if message.get("is") == what:
+                    return fds
+                self._note(message)
+        return None
+
+    # Serving
+
+    async def _serve(self) -> None:
+        """Watch workers until the connection is over. Raises: `WorkerLost`, `StreamdError`."""
+        while True:
+            pid = self.image.worker_pid
+            ending = await self._watch()
+            if ending is Ending.OVER:
+                return
+            if self._is_handing_over:
+                self._is_handing_over = False
+            else:
+                log.warning("worker lost", image=self.image.id, pid=pid, how=ending.name.lower())
+                self._tell("worker-lost", how=ending.name.lower(), pid=pid)
+                self._count_death()
+            if ending is Ending.UNREAPED:
+                raise WorkerLost("its worker hangs and can't be killed (a disk that doesn't answer?): its reads fail")
+            await self._take_over()
+
+    async def _watch(self) -> Ending:
+        worker = self.worker
+        assert worker is not None
+        while True:
+            with trio.move_on_after(HANG_S) as scope:
+                received = await worker.wire.receive()
+            if scope.cancelled_caught:
+                return await self._bury(Ending.HUNG)
+            if received is None:
+                return await self._bury()
+            message, fds = received
+            for fd in fds:
+                os.close(fd)
+            match message.get("is"):
+                case "ended":
+                    await self._bury()
+                    return Ending.OVER
+                case "refused":
+                    raise relayed(message.get("error"))
+            self._note(message)
+
+    def _note(self, message: Mapping[str, Any]) -> None:
+        match message.get("is"):
+            case "beat":
+                self.image.take_status(message["status"])
+            case "answer":
+                if message.get("id") in self._answers:
+                    self._answers[message["id"]] = int(message["failed"])
+                    self._answered.set()
+                    self._answered = trio.Event()
+
+    async def _bury(self, ending: Ending = Ending.DIED) -> Ending:
+        """End what is left of the worker; it is no reader of the connection any more, unless it can't be killed."""
+        worker, self.worker = self.worker, None
+        assert worker is not None
+        worker.signal(signal.SIGKILL)
+        with trio.move_on_after(REAP_S) as scope:
+            await worker.gone()
+        worker.close()
+        self.image.worker_is_gone()
+        return Ending.UNREAPED if scope.cancelled_caught else ending
+
+    async def _take_over(self) -> None:
+        """Put a new worker in the last one's place. Raises: `WorkerLost`, `StreamdError`, `OSError`."""
+        image, mount = self.image, self.mount
+        assert mount is not None
+        while True:
+            try:
+                os.write(mount.fd, _RESEND)
+            except OSError as error:
+                if error.errno in (errno.ENODEV, errno.ECONNABORTED, errno.EPERM):  # unmounted; aborted
+                    raise WorkerLost("its connection has ended") from error
+                raise WorkerLost(
+                    "its worker died, and this kernel can't give out again what it was asked (Linux 6.9)"
+                ) from error
+            worker = self.worker = await self._new_worker()
+            init_fd = memfd_of(self.init)
+            try:
+                worker.wire.send_nowait(self._assignment().message(), [mount.fd, init_fd, self.keepsake_fd])
+            finally:
+                os.close(init_fd)
+            self._keeper.keep_worker(self)
+            if await self._expect(worker, "serving", _SERVING_S) is not None:
+                image.restarts += 1
+                self._keeper.keep_mount(self)  # by now it is this version's
+                self._tell("worker-replaced", pid=worker.pid, restarts=image.restarts)
+                return
+            if await self._bury() is Ending.UNREAPED:
+                raise WorkerLost("its worker hangs and can't be killed: its reads fail")
+            self._count_death()
+
+    def _count_death(self) -> None:
+        """Raises: `WorkerLost` when it was one too many."""
+        if not self.image.deaths.note(trio.current_time()):
+            raise WorkerLost("its workers die one after another: its reads fail; `streamd events` has each")
+
+    async def hand_over(self) -> None:
+        """Have the worker replaced by one of this version; whoever reads notices a pause."""
+        worker = self.worker
+        if worker is None:
+            return
+        self._is_handing_over = True
+        worker.wire.send_nowait({"do": "hand-over"})
+        await trio.sleep(_HAND_OVER_S)
+        if self.worker is worker:
+            worker.signal(signal.SIGKILL)
+
+    async def fail(self, *, handle: int | None, container: str | None) -> int:
+        """Fail reads; how many handles'. Raises: `NotFound` when nobody serves."""
+        if self.worker is None:
+            raise NotFound(f"image {self.image.id} has no worker now")
+        self._questions += 1
+        number = self._questions
+        self._answers[number] = None
+        try:
+            self.worker.wire.send_nowait({"do": "fail", "id": number, "handle": handle, "container": container})
+            with trio.move_on_after(_ANSWER_S):
+                while (failed := self._answers[number]) is None:
+                    await self._answered.wait()
+                return failed
+        finally:
+            del self._answers[number]
+        raise StreamdError(f"the worker of image {self.image.id} does not answer")
+
+    # The end
+
+    async def _end_when_idle(self) -> None:
+        while True:
+            await trio.sleep(_IDLE_LOOK_S)
+            if self.image.is_idle(trio.current_time(), grace_s=self._config.daemon.grace_s):
+                await self._unmount()
+
+    async def _unmount(self) -> None:
+        """Unmount if the kernel agrees; the worker then finds its connection ended."""
+        mount = self.mount
+        assert mount is not None
+        try:
+            await trio.to_thread.run_sync(mounting.unmount, mount.mountpoint, mount.device)
+            await trio.to_thread.run_sync(mounting.abort_connection, mount.connection_id)
+        except Refused:  # opened in this moment, or a working directory
+            self.image.idle_since_s = None
+        except StreamdError as error:
+            log.warning("an image that nobody uses can't be unmounted", image=self.image.id, reason=str(error))
+            self.image.idle_since_s = None
+
+    async def abort(self) -> None:
+        """End the connection, whoever waits for it; and an image that isn't mounted yet."""
+        if self._preparing is not None:
+            self._preparing.cancel()
+        if self.mount is not None:
+            await trio.to_thread.run_sync(mounting.abort, self.mount.mountpoint, self.mount.device)
+
+    async def _clean_up(self) -> None:
+        try:
+            await self.abort()
+        except (StreamdError, OSError) as error:
+            log.warning("a mount is left behind", image=self.image.id, reason=str(error))
+        if self.worker is not None:
+            await self._bury()
+        self._keeper.forget(self)
+        self.close()
+        try:
+            os.rmdir(self.image.mountpoint)
+        except OSError as error:
+            if error.errno != errno.ENOENT:
+                log.info("a mountpoint is left behind", image=self.image.id, reason=error.strerror)
+
+    def close(self) -> None:
+        """Let go of the descriptors, and of nothing else."""
+        if self.mount is not None:
+            trio.lowlevel.notify_closing(self.mount.fd)
+            os.close(self.mount.fd)
+            self.mount = None
+        if self.keepsake_fd >= 0:
+            os.close(self.keepsake_fd)
+            self.keepsake_fd = -1
+        if self.worker is not None:
+            self.worker.close()
+            self.worker = None
+
+    def _note_error(self, error: StreamdError | OSError) -> None:
+        log.warning("image failed", image=self.image.id, reason=str(error))
+        kind = error.kind if isinstance(error, StreamdError) else "failed"
+        code = error.exit_code if isinstance(error, StreamdError) else Exit.FAILED
+        self.image.last_error = ErrorFacts(
+            kind=kind, message=str(error)[:1000], exit_code=int(code), at_s=round(time.time(), 3)
+        )
+
+    def _reason(self) -> str:
+        return self.image.last_error.message if self.image.last_error else ""

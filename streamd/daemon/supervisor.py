@@ -1,0 +1,489 @@
+"""The node's daemon: which images there are, who uses them, and how the process begins and ends.
+
+One process, one Trio thread, no data: workers serve (`worker.py`), each image has a life (`life.py`), clients ask over
+HTTP (`api/`). Whatever the store, a disk or a worker does, this answers.
+
+When it ends while a manager keeps its descriptors, mounts and workers stay as they are, for the next one. Without a
+manager (in a terminal, in a container) it ends as `streamd mount` does: it waits for files to be closed, then aborts.
+"""
+
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import suppress
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+
+import msgspec
+import structlog
+import trio
+
+from streamd.config import Config, Prefetch, machine_bytes
+from streamd.daemon import hardening
+from streamd.daemon.adoption import FdKeeper, Kept
+from streamd.daemon.api.app import make_app
+from streamd.daemon.api.events import EventLog
+from streamd.daemon.api.limits import Limits
+from streamd.daemon.api.metrics import ApiCounts
+from streamd.daemon.api.models import (
+    CachedImage,
+    CacheState,
+    FailRequest,
+    Health,
+    HealthStatus,
+    ImageRequest,
+    ImageState,
+    ImageStateName,
+    Lease,
+    LeaseRequest,
+    RecordFacts,
+)
+from streamd.daemon.api.port import Draining, ImageInUse
+from streamd.daemon.api.server import Allowed, serve
+from streamd.daemon.fd_store import FdStore
+from streamd.daemon.images import Image, image_id
+from streamd.daemon.life import Life
+from streamd.daemon.service_manager import ManagerEnvironment, Notifier, NotifyChannel
+from streamd.daemon.sockets import BoundSocket, api_socket_path
+from streamd.daemon.spawning import Spawner
+from streamd.daemon.unit_check import Finding, UnitFacts, findings
+from streamd.errors import NotFound, Refused, StreamdError
+from streamd.fuse import mountinfo, mounting
+from streamd.fuse.mounting import FuseMount
+from streamd.serve.cache_directory import list_images
+from streamd.store.opening import split_snapshot_url
+
+log = structlog.get_logger()
+
+# Ended images that are still told of.
+_ENDED_MAX = 64
+_ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_FLUSH_S = 5.0
+_STRAYS_LOOK_S = 10.0
+_NO_NAMESPACE = "mount-namespace"
+
+
+def images_directory(config: Config) -> Path:
+    """Give the directory of the daemon's mountpoints."""
+    return config.run_directory / "images"
+
+
+def version() -> str:
+    """Give this program's version."""
+    try:
+        return metadata.version("podsnap")
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+class Supervisor:
+    """The images of this node; implements `api.port.Node`. State of the Trio thread."""
+
+    def __init__(
+        self,
+        config: Config,
+        keeper: FdKeeper,
+        *,
+        config_path: str | None,
+        warnings: Sequence[Finding] = (),
+        may_harden: bool = True,
+    ) -> None:
+        self.events = EventLog()
+        self.is_draining = False
+        self._config = config
+        self._config_path = config_path
+        self._keeper = keeper
+        self._warnings = [str(finding) for finding in warnings]
+        self._may_harden = may_harden
+        self._spawner = Spawner()
+        self._images: dict[str, Image] = {}
+        self._lives: dict[str, Life] = {}
+        self._ended: list[ImageState] = []
+        self._strays: set[str] = set()
+        self._lease_number = 0
+        self._started_s = time.time()
+        self._nursery: trio.Nursery | None = None
+
+    async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
+        """Keep images alive until cancelled, which leaves mounts and workers as they are."""
+        try:
+            async with trio.open_nursery() as self._nursery:
+                self._spawner.start()
+                self._nursery.start_soon(self._spawner.keep)
+                for kept in self._keeper.take():
+                    self._adopt(kept)
+                await trio.to_thread.run_sync(self._clean_up_strays)
+                task_status.started()
+                while True:
+                    await trio.sleep(_STRAYS_LOOK_S)
+                    await trio.to_thread.run_sync(self._clean_up_strays)
+        finally:
+            self._nursery = None
+            self._spawner.end()
+
+    async def end(self) -> None:
+        """End all images: those in use once their files are closed, or after a while."""
+        self.is_draining = True
+        for image in list(self._images.values()):
+            image.ends_when_unused = True
+            image.leases.clear()
+        with trio.move_on_after(self._config.policy.umount_wait_s):
+            while self._lives:
+                await trio.sleep(0.05)
+        for life in list(self._lives.values()):
+            await life.abort()
+        with trio.move_on_after(self._config.policy.umount_wait_s):
+            while self._lives:
+                await trio.sleep(0.05)
+
+    @property
+    def in_use(self) -> int:
+        """How many images somebody has open or a lease on."""
+        return sum(image.is_in_use for image in self._images.values())
+
+    def summary(self) -> str:
+        """Say in a line what is going on."""
+        states = [image.state.value for image in self._images.values()]
+        counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states)) or "no images"
+        return f"{counts}{'; draining' if self.is_draining else ''}"
+
+    def _adopt(self, kept: Kept) -> None:
+        state = kept.state
+        image = Image(
+            id=kept.image_id,
+            snapshot_url=state.snapshot_url,
+            tenant=state.tenant,
+            prefetch=Prefetch(state.prefetch),
+            credentials=state.credentials,
+            mountpoint=state.mountpoint,
+            created_s=state.created_s,
+            state=ImageStateName.SERVING,
+            restarts=state.restarts,
+        )
+        life = self._life(image)
+        mount = FuseMount(fd=kept.device_fd, mountpoint=state.mountpoint, device=state.device)
+        life.adopt(mount, state.first_request(), kept.keepsake_fd, kept.worker)
+        self._begin(image, life)
+        self.events.publish("image-adopted", image=image.id, has_worker=kept.worker is not None)
+        if kept.worker is not None and state.version != version():
+            assert self._nursery is not None
+            self._nursery.start_soon(life.hand_over)
+
+    def _clean_up_strays(self) -> None:
+        """Take away mounts of a former life that nobody uses; in a thread. What is in use, or another's, stays.
+
+        They are those that came back from no fd store: their workers serve on until they are unmounted.
+        """
+        ours = {life.image.mountpoint for life in list(self._lives.values())}
+        directory = f"{images_directory(self._config)}/"
+        for entry in mountinfo.read():
+            if entry.mountpoint.startswith(directory) and mounting.is_own(entry) and entry.mountpoint not in ours:
+                try:
+                    mounting.unmount(entry.mountpoint, entry.device)
+                except (StreamdError, OSError):
+                    if entry.mountpoint not in self._strays:
+                        self._strays.add(entry.mountpoint)
+                        log.warning("a worker of a former life still serves", mountpoint=entry.mountpoint)
+                    continue
+                self._strays.discard(entry.mountpoint)
+                log.info("a mount of a former life was taken away", mountpoint=entry.mountpoint)
+                with suppress(OSError):
+                    os.rmdir(entry.mountpoint)
+
+    def _life(self, image: Image) -> Life:
+        return Life(
+            image,
+            self._config,
+            self._spawner,
+            self._keeper,
+            partial(self.events.publish, image=image.id),
+            config_path=self._config_path,
+            may_harden=self._may_harden,
+        )
+
+    def _begin(self, image: Image, life: Life) -> None:
+        assert self._nursery is not None
+        self._images[image.id] = image
+        self._lives[image.id] = life
+        self._nursery.start_soon(self._live, image, life)
+
+    async def _live(self, image: Image, life: Life) -> None:
+        await life.run()
+        del self._lives[image.id]
+        if image.state is ImageStateName.GONE:
+            del self._images[image.id]
+            self._ended = [*self._ended, image.describe()][-_ENDED_MAX:]
+
+    # What the API asks (`api.port.Node`)
+
+    def request_image(self, request: ImageRequest) -> ImageState:
+        """Give the image of this snapshot and tenant, and begin to prepare it when there is none, or a failed one."""
+        number = image_id(request.snapshot_url, request.tenant)
+        known = self._images.get(number)
+        if known is not None and known.is_live:
+            known.ends_when_unused = False
+            if known.state is ImageStateName.DRAINING:
+                known.state = ImageStateName.SERVING
+            known.idle_since_s = None
+            return known.describe()
+        if self.is_draining:
+            raise Draining
+        self._check_limits()
+        split_snapshot_url(request.snapshot_url)
+        image = Image(
+            id=number,
+            snapshot_url=request.snapshot_url,
+            tenant=request.tenant,
+            prefetch=request.prefetch,
+            credentials=None if request.credentials is None else msgspec.to_builtins(request.credentials),
+            mountpoint=str(images_directory(self._config) / number),
+            created_s=round(time.time(), 3),
+        )
+        self._begin(image, self._life(image))
+        self.events.publish("image-requested", image=image.id, snapshot_url=request.snapshot_url)
+        return image.describe()
+
+    def _check_limits(self) -> None:
+        """Raises: `Refused` when one more image would be too many, or too much for the node's memory."""
+        count, limits = len(self._lives) + 1, self._config.daemon
+        if count > limits.images_max:
+            raise Refused(f"this node serves {limits.images_max} images already (daemon.images_max)")
+        limit_bytes = machine_bytes() // 2 if limits.memory_max_bytes is None else limits.memory_max_bytes
+        if count * self._config.memory_max_bytes > limit_bytes and count > 1:
+            raise Refused(
+                f"{count} images may use {count * self._config.memory_max_bytes} bytes of memory, this node gives "
+                f"{limit_bytes} (daemon.memory_max_bytes)"
+            )
+
+    def images(self) -> Sequence[ImageState]:
+        """All images, oldest first, and those that ended a while ago."""
+        return sorted([*self._ended, *(image.describe() for image in self._images.values())], key=lambda i: i.created_s)
+
+    def image(self, image_id: str) -> ImageState:
+        """Give one image. Raises: `NotFound`."""
+        found = self._images.get(image_id)
+        if found is not None:
+            return found.describe()
+        for ended in reversed(self._ended):
+            if ended.id == image_id:
+                return ended
+        raise NotFound(f"no image {image_id} on this node")
+
+    def _image(self, image_id: str) -> Image:
+        image = self._images.get(image_id)
+        if image is None:
+            raise NotFound(f"no image {image_id} on this node")
+        return image
+
+    def release(self, image_id: str, *, force: bool) -> ImageState:
+        """Begin to end an image. Raises: `ImageInUse` without `force`, `NotFound`."""
+        image = self._images.get(image_id)
+        if image is None:
+            return self.image(image_id)
+        if not force and image.is_in_use:
+            raise ImageInUse(image_id, leases=list(image.leases.values()), openers=image.openers)
+        if not image.is_live:
+            del self._images[image_id]  # failed: nothing is left of it
+            return image.describe()
+        image.ends_when_unused = True
+        if image.state is ImageStateName.SERVING:
+            image.state = ImageStateName.DRAINING
+        if force:
+            image.leases.clear()
+            assert self._nursery is not None
+            self._nursery.start_soon(self._lives[image_id].abort)
+        self.events.publish("image-released", image=image_id, force=force)
+        return image.describe()
+
+    async def fail(self, image_id: str, chosen: FailRequest) -> int:
+        """Fail reads of the chosen handles; how many. Raises: `NotFound`."""
+        self._image(image_id)
+        life = self._lives.get(image_id)
+        if life is None:
+            raise NotFound(f"image {image_id} is not served")
+        handle = None if chosen.handle is msgspec.UNSET else chosen.handle
+        container = None if chosen.container is msgspec.UNSET else chosen.container
+        return await life.fail(handle=handle, container=container)
+
+    def add_lease(self, image_id: str, request: LeaseRequest, *, pid: int) -> Lease:
+        """Note that somebody uses an image. Raises: `NotFound`, `Refused` when it ends."""
+        image = self._image(image_id)
+        if not image.is_live or image.state is ImageStateName.DRAINING:
+            raise Refused(f"image {image_id} is {image.state}: request it again")
+        self._lease_number += 1
+        lease = Lease(
+            id=str(self._lease_number),
+            owner=request.owner,
+            purpose=request.purpose,
+            since_s=round(time.time(), 3),
+            pid=pid,
+        )
+        image.leases[lease.id] = lease
+        image.idle_since_s = None
+        self.events.publish("lease-added", image=image_id, lease=lease.id, owner=lease.owner)
+        return lease
+
+    def end_lease(self, image_id: str, lease_id: str) -> None:
+        """Forget a lease; does nothing when it, or its image, is gone."""
+        image = self._images.get(image_id)
+        if image is not None and image.leases.pop(lease_id, None) is not None:
+            self.events.publish("lease-ended", image=image_id, lease=lease_id)
+
+    async def cache(self) -> CacheState:
+        """Describe the node cache."""
+        directory = self._config.cache.directory
+        if directory is None:
+            return CacheState(directory=None, images=[], used_bytes=0, max_bytes=0, reserve_bytes=0, free_bytes=0)
+        return await trio.to_thread.run_sync(self._cache_state, directory, abandon_on_cancel=True)
+
+    def _cache_state(self, directory: Path) -> CacheState:
+        problem: str | None = None
+        images: list[CachedImage] = []
+        free_bytes = total_bytes = 0
+        try:
+            found = os.statvfs(directory)
+            free_bytes, total_bytes = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+            images = [
+                CachedImage(
+                    key=image.key,
+                    disk_bytes=image.disk_bytes,
+                    used_s=image.used_s,
+                    owner=image.owner,
+                    is_pinned=image.is_pinned,
+                )
+                for image in list_images(directory)
+            ]
+        except (OSError, Refused) as error:
+            problem = str(error)
+        settings = self._config.cache
+        return CacheState(
+            directory=str(directory),
+            images=images,
+            used_bytes=sum(image.disk_bytes for image in images),
+            max_bytes=total_bytes // 2 if settings.max_bytes is None else settings.max_bytes,
+            reserve_bytes=total_bytes // 10 if settings.reserve_bytes is None else settings.reserve_bytes,
+            free_bytes=free_bytes,
+            problem=problem,
+        )
+
+    async def records(self, *, limit: int) -> Sequence[RecordFacts]:
+        """Give the newest records, newest first."""
+        return await trio.to_thread.run_sync(self._records, limit, abandon_on_cancel=True)
+
+    def _records(self, limit: int) -> Sequence[RecordFacts]:
+        found = []
+        try:
+            with os.scandir(self._config.log_directory / "records") as entries:
+                for entry in entries:
+                    if entry.name.endswith(".record") and entry.is_file(follow_symlinks=False):
+                        status = entry.stat(follow_symlinks=False)
+                        found.append(
+                            RecordFacts(name=entry.name, size_bytes=status.st_size, modified_s=status.st_mtime)
+                        )
+        except FileNotFoundError:
+            return []
+        return sorted(found, key=lambda record: -record.modified_s)[:limit]
+
+    def health(self) -> Health:
+        """Say what this node can't do now."""
+        warnings = list(self._warnings)
+        warnings += [
+            f"image {image.id} failed: {image.last_error.message if image.last_error else ''}"
+            for image in self._images.values()
+            if image.state is ImageStateName.FAILED
+        ]
+        return Health(
+            status=HealthStatus.DEGRADED if warnings else HealthStatus.OK,
+            warnings=warnings,
+            is_draining=self.is_draining,
+            images=len(self._lives),
+            pid=os.getpid(),
+            started_s=round(self._started_s, 3),
+            version=version(),
+        )
+
+    def drain(self) -> None:
+        """Take no new images from now on; those that are here go on."""
+        if not self.is_draining:
+            self.is_draining = True
+            self.events.publish("draining")
+
+
+def run_daemon(
+    config: Config,
+    environment: ManagerEnvironment,
+    facts: UnitFacts,
+    *,
+    config_path: str | None,
+    may_harden: bool = True,
+) -> None:
+    """Run the daemon until a signal ends it. Raises: `Refused` where its mounts would be nobody's; `StreamdError`."""
+    warnings = findings(facts)
+    for finding in warnings:
+        log.warning("the unit or the kernel lacks something", kind=finding.kind, reason=finding.message)
+        if finding.kind == _NO_NAMESPACE:
+            raise Refused(f"{finding}: no sandbox could see the mounts")
+    mounting.require_root()
+    hardening.keep_memory_private()
+    hardening.raise_descriptor_limit()
+    hardening.lower_oom_score()
+    hardening.dump_stacks_on_request()
+    channel = NotifyChannel(environment.notify_socket)
+    store = FdStore(channel, environment.received, capacity=facts.fd_store_max)
+    keeper = FdKeeper(store, version=version())
+    supervisor = Supervisor(config, keeper, config_path=config_path, warnings=warnings, may_harden=may_harden)
+    notifier = Notifier(channel, watchdog_s=environment.watchdog_s)
+    trio.run(_run, config, supervisor, keeper, store, notifier)
+
+
+async def _run(config: Config, supervisor: Supervisor, keeper: FdKeeper, store: FdStore, notifier: Notifier) -> None:
+    counts, limits = ApiCounts(), Limits()
+    app = make_app(supervisor, counts, limits=limits, version=version())
+    refusal = f"another streamd daemon runs here ({api_socket_path(config.run_directory)})"
+    with (
+        trio.open_signal_receiver(*_ENDING_SIGNALS) as signals,
+        BoundSocket(api_socket_path(config.run_directory), backlog=256, refusal=refusal) as listener,
+    ):
+        async with trio.open_nursery() as nursery:
+            await nursery.start(supervisor.run)
+            await nursery.start(partial(serve, listener, app, counts, limits=limits, allowed=Allowed()))
+            nursery.start_soon(notifier.keep_alive)
+            nursery.start_soon(_tell_status, supervisor, notifier)
+            notifier.ready(supervisor.summary())
+            log.info("daemon serves", socket=str(api_socket_path(config.run_directory)), pid=os.getpid())
+            await _end(signals, supervisor, keeper, notifier)
+            nursery.cancel_scope.cancel()
+        if store.is_there and not store.flush(_FLUSH_S):
+            log.warning("the manager may not have taken all descriptors")
+
+
+async def _end(signals: AsyncIterator[int], supervisor: Supervisor, keeper: FdKeeper, notifier: Notifier) -> None:
+    """Wait for a signal; then, unless somebody keeps the mounts for the next life, end the images."""
+    async for number in signals:
+        log.info("ending on a signal", signal=signal.Signals(number).name, images=supervisor.summary())
+        break
+    notifier.stopping()
+    if keeper.is_there:
+        return
+    with trio.CancelScope() as scope:
+        async with trio.open_nursery() as nursery:
+
+            async def hurry() -> None:
+                async for _ in signals:
+                    scope.cancel()
+
+            nursery.start_soon(hurry)
+            await supervisor.end()
+            nursery.cancel_scope.cancel()
+
+
+async def _tell_status(supervisor: Supervisor, notifier: Notifier) -> None:
+    last = ""
+    while True:
+        summary = supervisor.summary()
+        if summary != last:
+            notifier.status(summary)
+            last = summary
+        await supervisor.events.changed()

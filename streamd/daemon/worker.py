@@ -1,0 +1,289 @@
+"""The process that serves one image, on a mount that is the supervisor's.
+
+What is said on the wire (`wire.py`), all of it in this order:
+
+    supervisor → worker  {"do": "serve", …}          an assignment (`Assignment`); with the descriptors [device, INIT,
+                                                     snapshot] when it takes over a mount that another one has served
+    worker → supervisor  {"is": "prepared"}          it can serve; with [snapshot], what a next worker needs
+                         {"is": "refused", "error"}  it can't, and ends
+    supervisor → worker  {"do": "connect"}           with [device, INIT], when it doesn't take over
+    worker → supervisor  {"is": "serving"}
+                         {"is": "beat", "status"}    every second: it lives
+                         {"is": "ended"}             the connection is over (unmounted, aborted), and so is this process
+    supervisor → worker  {"do": "fail", "id", …}     → {"is": "answer", "id", "failed"}
+                         {"do": "hand-over"}         end, leaving what waits to the next worker
+
+A worker whose supervisor has gone serves on: the next supervisor finds the wire in its fd store; without one, the
+worker ends with the mount.
+
+It reads its own settings, credentials are this process's only, and it drops what a server doesn't need: programs,
+mounts, namespaces, capabilities. Memory that replies come from is touched before (`fuse/connection.py`).
+"""
+
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import structlog
+import trio
+
+from streamd import config as configuration
+from streamd.config import Config, Prefetch
+from streamd.daemon import allocator, hardening, seccomp
+from streamd.daemon.caching import open_node_cache
+from streamd.daemon.keepsake import MAX_BYTES, decode_pinned, encode_pinned
+from streamd.daemon.memfds import bytes_of, memfd_of
+from streamd.daemon.options import MountOptions
+from streamd.daemon.relay import error_record, single_error
+from streamd.daemon.serving import Serving
+from streamd.daemon.wire import Wire
+from streamd.errors import StoreError, StoreErrorKind, StreamdError
+from streamd.logs import configure
+from streamd.serve.handles import Handle, Opener
+from streamd.store.catalog import Pinned, open_snapshot
+from streamd.store.identity import Identity
+from streamd.store.opening import open_store, split_snapshot_url
+from streamd.store.port import Store
+from streamd.store.retry import retrying
+from streamd.store.token_sources import parse_credentials
+
+log = structlog.get_logger()
+
+BEAT_S = 1.0
+_ACCESS_LOOK_S = 2.0
+# What of the openers goes into a beat: a message is bounded, and an image has a handful.
+_OPENERS_MAX = 64
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """What a worker is to serve, as the supervisor says it. `credentials`: as `parse_credentials` takes them."""
+
+    image: str
+    snapshot_url: str
+    mountpoint: str
+    prefetch: str
+    tenant: str = ""
+    credentials: Mapping[str, Any] | None = None
+    config_path: str | None = None
+    store_timeout_s: float = 60.0
+    may_harden: bool = True
+    openers: tuple[tuple[int, int, str, str | None], ...] = ()
+
+    def message(self) -> dict[str, object]:
+        """Give it as a message."""
+        return {"do": "serve", "assignment": asdict(self)}
+
+
+def main(end: socket.socket) -> int:
+    """Serve what is assigned over a socket, to its end; gives an exit code."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # its end is the supervisor's to say, and `systemctl kill` isn't meant so
+    allocator.limit_arenas()
+    hardening.keep_memory_private()
+    hardening.raise_descriptor_limit()
+    hardening.dump_stacks_on_request()
+    wire = Wire(end)
+    received = wire.receive_first()
+    if received is None:
+        return 0
+    message, fds = received
+    assignment = Assignment(**message["assignment"])
+    config = configuration.load(Path(assignment.config_path) if assignment.config_path else None)
+    configure(config.log_level)
+    hardening.mark_io_flusher()
+    if assignment.may_harden:  # while there is one thread, and nothing was asked of anybody
+        hardening.drop_capabilities()
+        seccomp.deny_dangerous_calls(may_run_programs="command" in (assignment.credentials or {}))
+    return trio.run(_Worker(wire, assignment, config).run, fds)
+
+
+class _Worker:
+    """One worker's life."""
+
+    def __init__(self, wire: Wire, assignment: Assignment, config: Config) -> None:
+        self._wire = wire
+        self._assignment = assignment
+        self._config = config
+        self._serving: Serving | None = None
+        self._connected = trio.Event()
+        self._identity: Identity | None = None
+        self._is_taken_over = False
+        self._device_fd = -1
+        self._init = b""
+
+    async def run(self, fds: list[int]) -> int:
+        assignment, config = self._assignment, self._config
+        structlog.contextvars.bind_contextvars(image=assignment.image)
+        try:
+            async with trio.open_nursery() as nursery:
+                nursery.start_soon(self._listen)
+                await self._serve(assignment, config, fds)
+                nursery.cancel_scope.cancel()
+        except (StreamdError, BaseExceptionGroup) as error:
+            lone = single_error(error)
+            if not isinstance(lone, StreamdError):
+                raise
+            log.warning("the image is not served", reason=str(lone))
+            self._wire.send_nowait({"is": "refused", "error": error_record(lone)})
+            return 1
+        self._wire.send_nowait({"is": "ended"})
+        return 0
+
+    async def _serve(self, assignment: Assignment, config: Config, fds: list[int]) -> None:
+        is_taken_over = self._is_taken_over = bool(fds)
+        store_url, snapshot_id = split_snapshot_url(assignment.snapshot_url)
+        source = parse_credentials(assignment.credentials)
+        tokens = self._identity = None if source is None else Identity(source)
+        store = open_store(store_url, tokens=tokens)
+        try:
+            if is_taken_over:
+                self._device_fd, init_fd, pinned_fd = fds
+                self._init = bytes_of(init_fd)
+                pinned = decode_pinned(bytes_of(pinned_fd, max_bytes=MAX_BYTES))
+                os.close(init_fd)
+                os.close(pinned_fd)
+                self._connected.set()
+            else:
+                patient = retrying(store, deadline_s=assignment.store_timeout_s)
+                pinned = await trio.to_thread.run_sync(open_snapshot, patient, snapshot_id, abandon_on_cancel=True)
+            options = MountOptions(
+                snapshot_url=assignment.snapshot_url,
+                mountpoint=assignment.mountpoint,
+                cache_dir=config.cache.directory,
+                cache_max_bytes=config.cache.max_bytes,
+                prefetch=Prefetch(assignment.prefetch),
+                config=config,
+                store_timeout_s=assignment.store_timeout_s,
+                warm=False,
+                seals=False,
+                tenant=assignment.tenant,
+            )
+            await self._run(options, store, pinned, assignment, is_taken_over=is_taken_over)
+        finally:
+            store.close()
+
+    async def _run(
+        self, options: MountOptions, store: Store, pinned: Pinned, assignment: Assignment, *, is_taken_over: bool
+    ) -> None:
+        cache, cache_problem = await open_node_cache(options, store, pinned)
+        openers = {number: Opener(pid, command, container) for number, pid, command, container in assignment.openers}
+        serving = self._serving = Serving(
+            options,
+            store,
+            pinned,
+            cache=cache,
+            cache_problem=cache_problem,
+            former_openers=openers if is_taken_over else None,
+        )
+
+        async def connect() -> tuple[int, bytes]:
+            if not is_taken_over:
+                keepsake = memfd_of(encode_pinned(pinned), "snapshot", max_bytes=MAX_BYTES)
+                self._wire.send_nowait({"is": "prepared"}, [keepsake])
+                os.close(keepsake)
+            await self._connected.wait()
+            return self._device_fd, self._init
+
+        def ready() -> None:
+            self._wire.send_nowait({"is": "serving"})
+            nursery.start_soon(self._beat)
+
+        async with trio.open_nursery() as nursery:
+            if self._identity is not None:
+                nursery.start_soon(self._prove_access, self._identity, store, pinned)
+            await serving.run(connect, ready)
+            nursery.cancel_scope.cancel()
+
+    async def _prove_access(self, identity: Identity, store: Store, pinned: Pinned) -> None:
+        """Ask the store again whether this tenant may read the snapshot, whenever the token has become another.
+
+        What is cached doesn't outlive the right to it. A store that doesn't answer is no answer.
+        """
+        proven = identity.epoch if not self._is_taken_over else 0
+        while True:
+            await trio.sleep(_ACCESS_LOOK_S)
+            epoch = identity.epoch
+            if epoch == proven:
+                continue
+            try:
+                await trio.to_thread.run_sync(store.head, pinned.manifest_info.key, abandon_on_cancel=True)
+            except StoreError as error:
+                if error.store_kind is StoreErrorKind.FORBIDDEN and self._serving is not None:
+                    log.warning("this tenant may not read the snapshot any more: its reads fail", reason=str(error))
+                    self._serving.image.fail(lambda _: True, "the tenant's access was taken away")
+                    proven = epoch
+                elif error.store_kind is StoreErrorKind.GONE:
+                    proven = epoch  # it might be read; what is pinned has a policy of its own
+            else:
+                proven = epoch
+
+    async def _beat(self) -> None:
+        """Say that this thread runs, and what it has done."""
+        while True:
+            self._wire.send_nowait({"is": "beat", "at_s": time.time(), "status": self._status()})
+            await trio.sleep(BEAT_S)
+
+    def _status(self) -> dict[str, object]:
+        assert self._serving is not None
+        status = self._serving.status()
+        status.pop("handles", None)  # as many as there may be; below, in short
+        openers = [handle for name in self._serving.image.files for handle in self._serving.image.openers(name)]
+        status["openers"] = [
+            [h.number, h.file_name, h.opener.pid, h.opener.command, h.opener.container] for h in openers[:_OPENERS_MAX]
+        ]
+        return status
+
+    async def _listen(self) -> None:
+        """Do what the supervisor says; when it has gone, nothing: the mount's end is ours."""
+        while True:
+            received = await self._wire.receive()
+            if received is None:
+                if not self._connected.is_set():
+                    os._exit(0)  # there is no mount, and won't be
+                log.warning("the supervisor has gone: serving on")
+                return
+            message, fds = received
+            match message.get("do"):
+                case "connect" if len(fds) == 2:
+                    self._device_fd, init_fd = fds
+                    self._init = bytes_of(init_fd)
+                    os.close(init_fd)
+                    self._connected.set()
+                case "fail":
+                    self._fail(message)
+                case "hand-over":
+                    log.info("handing over to the next worker")
+                    if self._serving is not None:
+                        self._serving.hand_over()
+                    await self._leave()
+                case other:
+                    log.warning("an unknown message of the supervisor", do=str(other))
+                    for fd in fds:
+                        os.close(fd)
+
+    def _fail(self, message: Mapping[str, Any]) -> None:
+        handle_number, container = message.get("handle"), message.get("container")
+
+        def chosen(handle: Handle) -> bool:
+            if handle_number is not None:
+                return bool(handle.number == handle_number)
+            return bool(container is None or handle.opener.container == container)
+
+        failed = self._serving.image.fail(chosen, "failed by an operator") if self._serving is not None else 0
+        self._wire.send_nowait({"is": "answer", "id": message.get("id"), "failed": failed})
+
+    async def _leave(self) -> None:
+        """End this process, without a word to those who wait: they are the next worker's."""
+        if self._serving is not None:
+            with suppress(Exception):
+                await self._serving.settle()
+        sys.stderr.flush()
+        os._exit(0)

@@ -1,0 +1,120 @@
+"""What follows from what the supervisor knows of an image."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from streamd.config import Prefetch
+from streamd.daemon.api.models import ImageStateName, Lease
+from streamd.daemon.images import DEATHS_MAX, DEATHS_WITHIN_S, Deaths, Image, image_id
+
+GRACE_S = 60.0
+
+
+def make(state: ImageStateName = ImageStateName.SERVING) -> Image:
+    return Image(
+        id=image_id("file:///s/a", ""),
+        snapshot_url="file:///s/a",
+        tenant="",
+        prefetch=Prefetch.ALL,
+        credentials=None,
+        mountpoint="/run/streamd/images/x",
+        created_s=1.0,
+        state=state,
+    )
+
+
+def status(**changes: object) -> dict[str, object]:
+    reads = {
+        "fault": {"bytes": 10, "waited": 3, "stalled": 2, "wait_p50_s": 0.5, "wait_p99_s": 1.5},
+        "stream": {"bytes": 30, "waited": 1, "stalled": 1},
+    }
+    return {
+        "reads": reads,
+        "origin_bytes": 100,
+        "chunks": 4,
+        "zero_chunks": 1,
+        "cached_chunks": 1,
+        "image_bytes": 1000,
+        "openers": [[7, "pages.img", 42, "runsc", "web"]],
+        **changes,
+    }
+
+
+def test_tenants_share_no_image_whatever_the_names() -> None:
+    names = {image_id(url, tenant) for url, tenant in (("a", "b"), ("b", "a"), ("ab", ""), ("", "ab"), ("a", "b "))}
+    assert len(names) == 5
+    assert all(len(name) == 32 and int(name, 16) >= 0 for name in names)
+
+
+@given(st.lists(st.floats(0, 30), max_size=60))
+def test_workers_are_replaced_until_more_than_so_many_died_within_the_time(gaps_s: list[float]) -> None:
+    deaths, at_s, now_s = Deaths(), list[float](), 0.0
+    for gap_s in gaps_s:
+        now_s += gap_s
+        at_s.append(now_s)
+        recent = [death_s for death_s in at_s if now_s - death_s <= DEATHS_WITHIN_S]
+        assert deaths.note(now_s) == (len(recent) <= DEATHS_MAX)
+
+
+def test_an_image_that_nobody_uses_goes_after_the_grace_and_at_once_when_it_was_released() -> None:
+    image = make()
+    assert not image.is_idle(100.0, grace_s=GRACE_S)
+    assert not image.is_idle(159.9, grace_s=GRACE_S)
+    assert image.is_idle(160.0, grace_s=GRACE_S)
+    image.ends_when_unused = True
+    assert image.is_idle(100.0, grace_s=GRACE_S)
+
+
+def test_a_lease_or_an_open_file_begins_the_grace_anew() -> None:
+    for use in ("lease", "opener"):
+        image = make()
+        assert not image.is_idle(0.0, grace_s=GRACE_S)
+        if use == "lease":
+            image.leases["1"] = Lease(id="1", owner="o", purpose="p", since_s=0.0, pid=1)
+        else:
+            image.take_status(status())
+        image.ends_when_unused = True
+        assert not image.is_idle(1000.0, grace_s=GRACE_S)
+        image.leases.clear()
+        image.take_status(status(openers=[]))
+        image.ends_when_unused = False
+        assert not image.is_idle(1001.0, grace_s=GRACE_S)
+        assert image.is_idle(1001.0 + GRACE_S, grace_s=GRACE_S)
+
+
+def test_an_image_that_is_being_prepared_does_not_go() -> None:
+    assert not make(ImageStateName.PREPARING).is_idle(0.0, grace_s=0.0)
+
+
+def test_what_dead_workers_have_counted_is_not_forgotten() -> None:
+    image = make()
+    image.take_status(status())
+    image.worker_is_gone()
+    image.take_status(status(origin_bytes=5))
+    shown = image.describe()
+    assert shown.bytes_by_tier == {"read_fault": 20, "read_stream": 60, "origin": 105}
+    assert (shown.stalls, shown.fault_waits.count, shown.fault_waits.p99_ms) == (6, 6, 1500.0)
+    assert (shown.progress.resident_bytes, shown.progress.total_bytes) == (500, 1000)
+    assert [opener.pid for opener in shown.openers] == [42]
+
+
+def test_a_mountpoint_is_told_only_while_something_is_mounted_there() -> None:
+    for state in ImageStateName:
+        is_there = state in (ImageStateName.SERVING, ImageStateName.WARM, ImageStateName.DRAINING)
+        assert (make(state).describe().mountpoint is not None) == is_there
+
+
+def test_openers_that_a_new_worker_has_not_met_yet_are_remembered_for_the_next_and_closed_ones_are_not() -> None:
+    image = make()
+    image.take_status(status())
+    image.worker_is_gone()
+    assert not image.is_in_use  # as far as is known: the kernel says no to an unmount
+    image.take_status(status(openers=[[8, "pages.img", 43, "runsc", None]]))
+    assert sorted(image.known_openers) == [7, 8]
+    image.take_status(status(openers=[]))
+    assert sorted(image.known_openers) == [7]
+    for handle in range(1000):
+        image.take_status(status(openers=[[handle, "pages.img", 1, "", None]]))
+        image.worker_is_gone()
+    assert len(image.known_openers) <= 64
+    assert 999 in image.known_openers
