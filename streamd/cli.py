@@ -25,7 +25,7 @@ COMMANDS = {
     "push": ("push", "Save an image directory as a snapshot in a store."),
     "mount": ("mount", "Serve a snapshot as files, fetched when they are read."),
     "umount": ("umount", "Unmount a snapshot."),
-    "status": ("status", "Show the mounts of this host and how far they are."),
+    "status": ("status", "Show the mounts and images of this host and how far they are."),
     "report": ("report", "Show what a mount's record says: reads, waits, the link."),
     "fail": ("fail", "Fail the reads that wait on a mount."),
     "pull": ("pull", "Copy a snapshot to a directory, verified."),
@@ -36,6 +36,11 @@ COMMANDS = {
     "rm": ("rm", "Remove a snapshot."),
     "gc": ("gc", "Remove what interrupted pushes and removals left in a store."),
     "cache": ("cache", "List, clear or check the node's cache."),
+    "daemon": ("daemon", "Serve images to the pods of this node."),
+    "image": ("image", "Ask the daemon for images, list them and end them."),
+    "top": ("top", "Watch the daemon's images as they load."),
+    "events": ("events", "Show what happens to the daemon's images."),
+    "drain": ("drain", "Let the daemon take no new images, and wait for those in use."),
 }
 
 

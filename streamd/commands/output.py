@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import click
@@ -76,6 +76,22 @@ def print_facts(facts: Sequence[tuple[str, object]]) -> None:
     width = max((len(name) for name, _ in lines), default=0)
     for name, value in lines:
         click.echo(f"{name.ljust(width)}  {value}")
+
+
+def flat_facts(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Write nested facts as `a.b` names."""
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        match value:
+            case dict():
+                yield from flat_facts(value, f"{name}.")
+            case list():
+                for index, item in enumerate(value):
+                    yield from (
+                        flat_facts(item, f"{name}.{index}.") if isinstance(item, dict) else [(f"{name}.{index}", item)]
+                    )
+            case _:
+                yield name, value
 
 
 def _value_text(value: object) -> object:

@@ -9,10 +9,13 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
+
+if TYPE_CHECKING:
+    from tests.daemon.api.fake_node import Running
 
 PAGE = 4096
 # A hang shows as a failure; nothing here takes more than a few seconds.
@@ -114,6 +117,17 @@ def streamd() -> Iterator[Streamd]:
         if mount.startswith(f"{base}/"):
             program.run("umount", mount, "--force")
     shutil.rmtree(base)
+
+
+@pytest.fixture
+def daemon(streamd: Streamd) -> Iterator["Running"]:
+    """Run the control API of a node in memory, where `streamd` looks for the daemon's."""
+    from streamd.daemon.api.limits import Limits
+    from streamd.daemon.api.server import Allowed
+    from tests.daemon.api.fake_node import Running
+
+    with Running(streamd.base / "run", Limits(), Allowed()).started() as running:
+        yield running
 
 
 @pytest.fixture(scope="session")

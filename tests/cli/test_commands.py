@@ -142,7 +142,8 @@ def test_help_of_every_command_has_an_example_and_imports_no_client(streamd: "St
     top = streamd.run("--help")
     names = re.findall(r"^  ([a-z]+)  +[A-Z]", top.stdout.partition("Commands:")[2], re.MULTILINE)
     saving = {"push", "pull", "ls", "inspect", "verify", "rm", "gc"}
-    assert saving | {"mount", "umount", "status", "fail", "cache", "trace", "report"} == set(names)
+    serving = {"mount", "umount", "status", "fail", "cache", "trace", "report"}
+    assert saving | serving | {"daemon", "image", "top", "events", "drain"} == set(names)
     for name in names:
         shown = streamd.run(name, "--help")
         assert shown.returncode == 0
