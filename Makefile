@@ -26,7 +26,8 @@ setup:
 demo: setup
 	@RUNSC="$$(readlink -f .tools/runsc)" exec $(PYTHON_RUN) -m bench.demo --store $(STORE)
 
-test: setup
+test:
+	@./setup.sh test
 	RUNSC="$$(readlink -f .tools/runsc)" $(PYTHON_RUN) -m pytest $(ARGS)
 
 stress: setup

@@ -2,6 +2,7 @@
 # Set up everything that the Makefile's targets need, on Debian 12, Ubuntu 24.04 or newer, as root. The second run looks.
 #
 #   ./setup.sh          system packages, .venv (from requirements/, hash-locked), .tools/runsc
+#   ./setup.sh test     and what the tests need beside that
 #   ./setup.sh bench    and what the benchmarks compare with
 #
 # What it makes: .venv/ and .tools/. `.tools/runsc` is a link to the runsc that is used: $RUNSC or the one on PATH when
@@ -41,6 +42,8 @@ flock 9 # two `make` at a time: one sets up, the other waits
 
 PACKAGES="ca-certificates fuse3 gcc libc6-dev libfuse3-dev pkg-config"
 PYTHON_PACKAGES="python3 python3-dev python3-venv"
+# A network namespace for slow links, and a real systemd for the daemon's unit.
+TEST_PACKAGES="iproute2 systemd util-linux"
 BENCH_PACKAGES="curl fio iproute2 rclone util-linux zstd"
 
 installed() { # all of the named packages are
@@ -58,6 +61,7 @@ install() {
 # shellcheck disable=SC2086 # lists are split on purpose
 if command -v dpkg-query >/dev/null; then
     installed $PACKAGES || install $PACKAGES
+    [ "${1:-}" != test ] || installed $TEST_PACKAGES || install $TEST_PACKAGES
     [ "${1:-}" != bench ] || installed $BENCH_PACKAGES || install $BENCH_PACKAGES
 else
     pkg-config --exists fuse3 2>/dev/null && command -v gcc fusermount3 >/dev/null ||

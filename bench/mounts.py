@@ -63,7 +63,8 @@ class Reader:
         if self._process.returncode or len(lines) != 2:
             raise RuntimeError(f"the reader ended with {self._process.returncode}: {out}{err}")
         values = json.loads(lines[1])
-        values["errors"] = [(offset, name) for offset, name in values["errors"]]
+        for pairs in ("errors", "gaps"):
+            values[pairs] = [(first, second) for first, second in values[pairs]]
         return Outcome(**values)
 
     def end(self) -> None:

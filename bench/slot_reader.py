@@ -11,6 +11,7 @@ import argparse
 import contextlib
 import ctypes
 import errno
+import itertools
 import json
 import os
 import signal
@@ -21,6 +22,9 @@ from dataclasses import asdict, dataclass, field
 
 SLOTS = 128  # gVisor pkg/sentry/state/stateio/pagesfile.go
 READ_BYTES = 256 << 10
+# A gap worth telling; and how many of them are told, which a reader in its right mind doesn't reach.
+GAP_S = 0.02
+_GAPS_MAX = 1000
 
 
 @dataclass(slots=True)
@@ -28,7 +32,8 @@ class Outcome:
     """What the reads got: bytes that were right, offsets of wrong bytes and of short reads, errors by errno name.
 
     `errors` holds [offset, name]; `signals` counts what interrupted the readers, `took_s` is from the first read on,
-    `longest_s` the longest single read.
+    `longest_s` the longest single read. `gaps` are the times of at least `GAP_S` in which no read ended: [when it
+    began, by time.monotonic, which all processes share; how long it was].
     """
 
     right_bytes: int = 0
@@ -39,6 +44,7 @@ class Outcome:
     signals: int = 0
     took_s: float = 0.0
     longest_s: float = 0.0
+    gaps: list[tuple[float, float]] = field(default_factory=list)
 
     @property
     def is_clean(self) -> bool:
@@ -57,6 +63,7 @@ class SlotReader:
         self._lock = threading.Lock()
         self._read: Callable[[int, int], bytes] = lambda size, offset: os.pread(self._fd, size, offset)
         self.outcome = Outcome()
+        self._last_end_s = 0.0
 
     def see_interrupts(self) -> None:
         """Read by libc's pread, since Python's own hides EINTR (PEP 475)."""
@@ -79,7 +86,7 @@ class SlotReader:
         if signal_every_s is not None:
             signal.signal(signal.SIGUSR1, lambda *_: None)
             self.see_interrupts()
-        began_s = time.monotonic()
+        began_s = self._last_end_s = time.monotonic()
         threads = [threading.Thread(target=self._slot) for _ in range(slots)]
         for thread in threads:
             thread.start()
@@ -110,11 +117,14 @@ class SlotReader:
             got = self._read(size, offset)
         except OSError as error:
             failure = error
-        took_s = time.monotonic() - began_s
+        ended_s = time.monotonic()
         outcome = self.outcome
         with self._lock:
             outcome.reads += 1
-            outcome.longest_s = max(outcome.longest_s, took_s)
+            outcome.longest_s = max(outcome.longest_s, ended_s - began_s)
+            if ended_s - self._last_end_s >= GAP_S and len(outcome.gaps) < _GAPS_MAX:
+                outcome.gaps.append((self._last_end_s, ended_s - self._last_end_s))
+            self._last_end_s = max(self._last_end_s, ended_s)
             if failure is not None:
                 outcome.errors.append((offset, errno.errorcode.get(failure.errno or 0, str(failure.errno))))
             elif got == expected:
@@ -140,6 +150,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--read-bytes", type=int, default=READ_BYTES)
     parser.add_argument("--start", type=int, default=0)
     parser.add_argument("--end", type=int)
+    parser.add_argument("--passes", type=int, default=1, help="how often, one after another")
     parser.add_argument("--ranges", help="JSON: [[offset, size], …] instead of the whole file")
     parser.add_argument("--go-on", action="store_true", help="read on after an error")
     parser.add_argument("--signal-every-ms", type=float)
@@ -148,7 +159,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     fd = os.open(chosen.file, os.O_RDONLY)
     print(json.dumps({"opened": True}), flush=True)
     end = os.fstat(expected_fd).st_size if chosen.end is None else chosen.end
-    ranges = iter(json.loads(chosen.ranges)) if chosen.ranges else ascending(chosen.start, end, chosen.read_bytes)
+    given = json.loads(chosen.ranges) if chosen.ranges else list(ascending(chosen.start, end, chosen.read_bytes))
+    ranges = itertools.chain.from_iterable(itertools.repeat(given, chosen.passes))
     reader = SlotReader(fd, expected_fd, ranges, go_on=chosen.go_on)
     every_s = None if chosen.signal_every_ms is None else chosen.signal_every_ms / 1000
     outcome = reader.run(chosen.slots, signal_every_s=every_s)

@@ -57,6 +57,7 @@ def snapshot(emulator: Emulator, tmp_path_factory: pytest.TempPathFactory) -> Sn
     for store in stores:
         options = PushOptions(chunk_bytes=64 << 10, pack_bytes=4 << 20)
         push(place / "image", store, snapshot_id="small", push_id="p", options=options)
+        store.close()
     return Snapshot(place / "image" / "pages.img", f"{stores[0].url}/small", f"{stores[1].url}/small")
 
 
