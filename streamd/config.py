@@ -309,17 +309,28 @@ def load(path: Path | None = None) -> Config:
 
     Raises: `ConfigError`, also when a file that was named can't be read.
     """
+    return parse_text(read_text(path), source=str(path or DEFAULT_PATH))
+
+
+def read_text(path: Path | None = None) -> str:
+    """Give what is in the file at `path`, or in the default one; empty when that isn't there. Raises: `ConfigError`."""
     chosen = path or DEFAULT_PATH
     try:
-        text = chosen.read_bytes()
+        return chosen.read_bytes().decode()
     except FileNotFoundError as error:
         if path is None:
-            return Config()
+            return ""
         raise ConfigError(str(chosen), ("no such file",)) from error
     except OSError as error:
         raise ConfigError(str(chosen), (error.strerror or str(error),)) from error
-    try:
-        document = tomllib.loads(text.decode())
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise ConfigError(str(chosen), (f"not TOML: {error}",)) from error
-    return parse(document, source=str(chosen))
+
+
+def parse_text(text: str, *, source: str) -> Config:
+    """Make a configuration of TOML. Raises: `ConfigError`."""
+    try:
+        document = tomllib.loads(text)
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(source, (f"not TOML: {error}",)) from error
+    return parse(document, source=source)

@@ -1,11 +1,11 @@
 """`streamd daemon`: the node's daemon, mostly a systemd service."""
 
 import os
-from pathlib import Path
 
 import click
 
 from streamd.commands.invocation import Invocation
+from streamd.config import read_text
 
 # The first to import structlog, for its reason.
 from streamd.logs import configure
@@ -42,10 +42,6 @@ def command(invocation: Invocation, no_hardening: bool) -> None:
         config,
         environment,
         look(environment),
-        config_path=_absolute(invocation.config_path),
+        config_text=read_text(invocation.config_path),
         may_harden=not no_hardening,
     )
-
-
-def _absolute(path: Path | None) -> str | None:
-    return None if path is None else str(path.absolute())

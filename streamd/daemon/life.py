@@ -99,7 +99,7 @@ class Life:
         keeper: Keeper,
         tell: Callable[..., None],
         *,
-        config_path: str | None,
+        config_text: str,
         store_timeout_s: float = 60.0,
         may_harden: bool = True,
     ) -> None:
@@ -112,7 +112,7 @@ class Life:
         self._spawner = spawner
         self._keeper = keeper
         self._tell = tell
-        self._config_path = config_path
+        self._config_text = config_text
         self._store_timeout_s = store_timeout_s
         self._may_harden = may_harden
         self._answers: dict[int, int | None] = {}
@@ -225,7 +225,8 @@ class Life:
             prefetch=image.prefetch.value,
             tenant=image.tenant,
             credentials=image.credentials,
-            config_path=self._config_path,
+            config_text=self._config_text,
+            log_level=self._config.log_level,
             store_timeout_s=self._store_timeout_s,
             may_harden=self._may_harden,
             openers=openers,

@@ -62,6 +62,8 @@ _ENDED_MAX = 64
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FLUSH_S = 5.0
 _STRAYS_LOOK_S = 10.0
+# Each worker is given it, in one message (`wire.py`).
+_CONFIG_MAX_CHARACTERS = 16 << 10
 _NO_NAMESPACE = "mount-namespace"
 
 
@@ -86,14 +88,14 @@ class Supervisor:
         config: Config,
         keeper: FdKeeper,
         *,
-        config_path: str | None,
+        config_text: str,
         warnings: Sequence[Finding] = (),
         may_harden: bool = True,
     ) -> None:
         self.events = EventLog()
         self.is_draining = False
         self._config = config
-        self._config_path = config_path
+        self._config_text = config_text
         self._keeper = keeper
         self._warnings = [str(finding) for finding in warnings]
         self._may_harden = may_harden
@@ -199,7 +201,7 @@ class Supervisor:
             self._spawner,
             self._keeper,
             partial(self.events.publish, image=image.id),
-            config_path=self._config_path,
+            config_text=self._config_text,
             may_harden=self._may_harden,
         )
 
@@ -416,7 +418,7 @@ def run_daemon(
     environment: ManagerEnvironment,
     facts: UnitFacts,
     *,
-    config_path: str | None,
+    config_text: str,
     may_harden: bool = True,
 ) -> None:
     """Run the daemon until a signal ends it. Raises: `Refused` where its mounts would be nobody's; `StreamdError`."""
@@ -426,6 +428,8 @@ def run_daemon(
         if finding.kind == _NO_NAMESPACE:
             raise Refused(f"{finding}: no sandbox could see the mounts")
     mounting.require_root()
+    if len(config_text) > _CONFIG_MAX_CHARACTERS:
+        raise Refused(f"the configuration has {len(config_text)} characters: more than {_CONFIG_MAX_CHARACTERS}")
     hardening.keep_memory_private()
     hardening.raise_descriptor_limit()
     hardening.lower_oom_score()
@@ -433,7 +437,7 @@ def run_daemon(
     channel = NotifyChannel(environment.notify_socket)
     store = FdStore(channel, environment.received, capacity=facts.fd_store_max)
     keeper = FdKeeper(store, version=version())
-    supervisor = Supervisor(config, keeper, config_path=config_path, warnings=warnings, may_harden=may_harden)
+    supervisor = Supervisor(config, keeper, config_text=config_text, warnings=warnings, may_harden=may_harden)
     notifier = Notifier(channel, watchdog_s=environment.watchdog_s)
     trio.run(_run, config, supervisor, keeper, store, notifier)
 

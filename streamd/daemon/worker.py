@@ -16,7 +16,7 @@ What is said on the wire (`wire.py`), all of it in this order:
 A worker whose supervisor has gone serves on: the next supervisor finds the wire in its fd store; without one, the
 worker ends with the mount.
 
-It reads its own settings, credentials are this process's only, and it drops what a server doesn't need: programs,
+Credentials are this process's only, and it drops what a server doesn't need: programs,
 mounts, namespaces, capabilities. Memory that replies come from is touched before (`fuse/connection.py`).
 """
 
@@ -28,7 +28,6 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 import structlog
@@ -64,7 +63,11 @@ _OPENERS_MAX = 64
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
-    """What a worker is to serve, as the supervisor says it. `credentials`: as `parse_credentials` takes them."""
+    """What a worker is to serve, as the supervisor says it. `credentials`: as `parse_credentials` takes them.
+
+    `config_text` is the configuration as the supervisor found it at its start: a file that somebody has broken since
+    must not keep a worker from taking over.
+    """
 
     image: str
     snapshot_url: str
@@ -72,7 +75,8 @@ class Assignment:
     prefetch: str
     tenant: str = ""
     credentials: Mapping[str, Any] | None = None
-    config_path: str | None = None
+    config_text: str = ""
+    log_level: str = "info"
     store_timeout_s: float = 60.0
     may_harden: bool = True
     openers: tuple[tuple[int, int, str, str | None], ...] = ()
@@ -96,8 +100,8 @@ def main(end: socket.socket) -> int:
         return 0
     message, fds = received
     assignment = Assignment(**message["assignment"])
-    config = configuration.load(Path(assignment.config_path) if assignment.config_path else None)
-    configure(config.log_level)
+    config = configuration.parse_text(assignment.config_text, source="the daemon's configuration")
+    configure(assignment.log_level)
     hardening.mark_io_flusher()
     if assignment.may_harden:  # while there is one thread, and nothing was asked of anybody
         hardening.drop_capabilities()

@@ -101,6 +101,17 @@ def test_what_was_cached_is_not_fetched_again_by_the_next_worker(
     calm(behind_proxy)
 
 
+def test_a_configuration_that_was_broken_since_keeps_no_worker_from_taking_over(
+    daemon: Daemon, saved: "Saved", calm: Calm
+) -> None:
+    image = daemon.image(saved.url)
+    daemon.config.write_text("this is no TOML")
+    image.until_replaced(image.kill_worker())
+    assert saved.is_whole(image.reader(saved.pages).outcome())
+    assert image.state()["restarts"] == 1
+    calm(daemon)
+
+
 def test_a_worker_that_stops_answering_is_noticed_and_replaced(daemon: Daemon, saved: "Saved", calm: Calm) -> None:
     image = daemon.image(saved.slow(SLOW_MB_PER_S))
     reader = image.reader(saved.pages)
