@@ -140,11 +140,6 @@ class Supervisor:
             while self._lives:
                 await trio.sleep(0.05)
 
-    @property
-    def in_use(self) -> int:
-        """How many images somebody has open or a lease on."""
-        return sum(image.is_in_use for image in self._images.values())
-
     def summary(self) -> str:
         """Say in a line what is going on."""
         states = [image.state.value for image in self._images.values()]
