@@ -18,6 +18,7 @@ import json
 import os
 import re
 import select
+import signal
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -26,7 +27,7 @@ from typing import Any
 import structlog
 
 from streamd.daemon.fd_store import FdStore, FdStoreError
-from streamd.daemon.life import Life
+from streamd.daemon.life import REAP_S, Life
 from streamd.daemon.memfds import BadMemfd, bytes_of, memfd_of
 from streamd.daemon.spawning import WorkerProcess
 from streamd.daemon.wire import Wire
@@ -178,7 +179,7 @@ class FdKeeper:
             return None
         os.close(parts["state"].fd)
         self._names[image_id] = {part: stored.name for part, stored in parts.items()}
-        worker = _living([parts[part].fd for part in _OF_WORKER if part in parts])
+        worker = _living({part: parts[part].fd for part in _OF_WORKER if part in parts})
         return Kept(image_id, state, parts["device"].fd, parts["snapshot"].fd, worker)
 
     def _state(self, fd: int) -> MountState | None:
@@ -195,17 +196,27 @@ class FdKeeper:
         self._remove(name)
 
 
-def _living(fds: Sequence[int]) -> WorkerProcess | None:
-    """Take up the wire and the process of a worker that lives; of one that doesn't, close what came back."""
-    if len(fds) == len(_OF_WORKER):
-        wire_fd, process_fd = fds
-        poll = select.poll()
-        poll.register(process_fd, select.POLLIN)
-        if not poll.poll(0):
+def _living(fds: Mapping[str, int]) -> WorkerProcess | None:
+    """Take up the wire and the process of a worker that lives; one that can't be spoken to is ended.
+
+    There must never be two readers of one connection.
+    """
+    process_fd, wire_fd = fds.get("process"), fds.get("wire")
+    if process_fd is not None and not _is_gone(process_fd, 0.0):
+        if wire_fd is not None:
             return WorkerProcess(_pid(process_fd), process_fd, Wire(socket.socket(fileno=wire_fd)))
-    for fd in fds:
+        signal.pidfd_send_signal(process_fd, signal.SIGKILL)
+        if not _is_gone(process_fd, REAP_S):
+            log.warning("a worker of the last life can't be ended", pid=_pid(process_fd))
+    for fd in fds.values():
         os.close(fd)
     return None
+
+
+def _is_gone(process_fd: int, wait_s: float) -> bool:
+    poll = select.poll()
+    poll.register(process_fd, select.POLLIN)
+    return bool(poll.poll(wait_s * 1000))
 
 
 def _pid(process_fd: int) -> int:

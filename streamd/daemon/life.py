@@ -127,7 +127,7 @@ class Life:
 
     async def run(self) -> None:
         """Live; returns when the image is gone or has failed. A cancellation leaves the mount and its worker alone."""
-        image = self.image
+        image, end = self.image, ImageStateName.GONE
         try:
             if self.mount is None:
                 with trio.CancelScope() as self._preparing:
@@ -145,15 +145,15 @@ class Life:
                 nursery.start_soon(self._end_when_idle)
                 await self._serve()
                 nursery.cancel_scope.cancel()
-            image.state = ImageStateName.GONE
         except (StreamdError, OSError, BaseExceptionGroup) as error:
             lone = single_error(error)
             if not isinstance(lone, StreamdError | OSError):
                 raise
             self._note_error(lone)
-            image.state = ImageStateName.FAILED
+            end = ImageStateName.FAILED
         with trio.CancelScope(shield=True):
             await self._clean_up()
+        image.state = end  # not before: whoever asks again then begins anew, at the same mountpoint
         self._tell("image-gone" if image.state is ImageStateName.GONE else "image-failed", reason=self._reason())
 
     # The beginning
@@ -180,7 +180,8 @@ class Life:
             os.close(init_fd)
         self.image.state = ImageStateName.SERVING
         if await self._expect(worker, "serving", _SERVING_S) is None:
-            await self._bury()
+            if await self._bury() is Ending.UNREAPED:
+                raise WorkerLost("its worker hangs and can't be killed: its reads fail")
             await self._take_over()
         self._tell("image-serving", mountpoint=mount.mountpoint)
 
@@ -327,12 +328,12 @@ class Life:
                     "its worker died, and this kernel can't give out again what it was asked (Linux 6.9)"
                 ) from error
             worker = self.worker = await self._new_worker()
+            self._keeper.keep_worker(self)  # before it can read: the next supervisor must know of every reader
             init_fd = memfd_of(self.init)
             try:
                 worker.wire.send_nowait(self._assignment().message(), [mount.fd, init_fd, self.keepsake_fd])
             finally:
                 os.close(init_fd)
-            self._keeper.keep_worker(self)
             if await self._expect(worker, "serving", _SERVING_S) is not None:
                 image.restarts += 1
                 self._keeper.keep_mount(self)  # by now it is this version's

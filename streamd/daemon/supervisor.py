@@ -209,7 +209,7 @@ class Supervisor:
     async def _live(self, image: Image, life: Life) -> None:
         await life.run()
         del self._lives[image.id]
-        if image.state is ImageStateName.GONE:
+        if image.state is ImageStateName.GONE and self._images.get(image.id) is image:
             del self._images[image.id]
             self._ended = [*self._ended, image.describe()][-_ENDED_MAX:]
 
@@ -219,7 +219,7 @@ class Supervisor:
         """Give the image of this snapshot and tenant, and begin to prepare it when there is none, or a failed one."""
         number = image_id(request.snapshot_url, request.tenant)
         known = self._images.get(number)
-        if known is not None and known.is_live:
+        if known is not None and (known.is_live or number in self._lives):
             known.ends_when_unused = False
             if known.state is ImageStateName.DRAINING:
                 known.state = ImageStateName.SERVING

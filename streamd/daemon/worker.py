@@ -43,7 +43,7 @@ from streamd.daemon.options import MountOptions
 from streamd.daemon.relay import error_record, single_error
 from streamd.daemon.serving import Serving
 from streamd.daemon.wire import Wire
-from streamd.errors import StoreError, StoreErrorKind, StreamdError
+from streamd.errors import NotPermitted, StoreError, StoreErrorKind, StreamdError
 from streamd.logs import configure
 from streamd.serve.handles import Handle, Opener
 from streamd.store.catalog import Pinned, open_snapshot
@@ -209,25 +209,29 @@ class _Worker:
     async def _prove_access(self, identity: Identity, store: Store, pinned: Pinned) -> None:
         """Ask the store again whether this tenant may read the snapshot, whenever the token has become another.
 
-        What is cached doesn't outlive the right to it. A store that doesn't answer is no answer.
+        What is cached doesn't outlive the right to it. A store that doesn't answer is no answer, and a refusal is held
+        as long as that of a read. Raises: `NotPermitted`: the image ends, for whoever opens it next as well.
         """
-        proven = identity.epoch if not self._is_taken_over else 0
+        proven = None if self._is_taken_over else identity.epoch
+        refused_s: float | None = None
         while True:
             await trio.sleep(_ACCESS_LOOK_S)
-            epoch = identity.epoch
-            if epoch == proven:
-                continue
             try:
+                # Nobody else may ask for a token: all may be cached.
+                await trio.to_thread.run_sync(identity.fresh, abandon_on_cancel=True)
+                epoch = identity.epoch
+                if epoch == proven:
+                    continue
                 await trio.to_thread.run_sync(store.head, pinned.manifest_info.key, abandon_on_cancel=True)
             except StoreError as error:
-                if error.store_kind is StoreErrorKind.FORBIDDEN and self._serving is not None:
-                    log.warning("this tenant may not read the snapshot any more: its reads fail", reason=str(error))
-                    self._serving.image.fail(lambda _: True, "the tenant's access was taken away")
-                    proven = epoch
-                elif error.store_kind is StoreErrorKind.GONE:
-                    proven = epoch  # it might be read; what is pinned has a policy of its own
+                if error.store_kind is StoreErrorKind.GONE:  # it might be read; the pins have a policy of their own
+                    proven, refused_s = epoch, None
+                elif error.store_kind is StoreErrorKind.FORBIDDEN:
+                    refused_s = trio.current_time() if refused_s is None else refused_s
+                    if trio.current_time() - refused_s >= self._config.policy.hold_s:
+                        raise NotPermitted(f"this tenant may not read the snapshot any more: {error}") from error
             else:
-                proven = epoch
+                proven, refused_s = epoch, None
 
     async def _beat(self) -> None:
         """Say that this thread runs, and what it has done."""

@@ -149,6 +149,22 @@ def test_a_worker_that_has_died_meanwhile_does_not_come_back_and_its_mount_does(
     close(kept)
 
 
+def test_a_worker_that_can_not_be_spoken_to_is_ended_before_another_one_reads(store: Store, life: Any) -> None:
+    process = life.start_worker()
+    try:
+        first = keeper(store)
+        first.keep_mount(life)
+        first.keep_worker(life)
+        store.remove(f"{ID}.wire.2")
+        [kept] = keeper(store).take()
+        assert kept.worker is None
+        assert process.wait(10) == -signal.SIGKILL
+        close(kept)
+    finally:
+        process.kill()
+        process.wait()
+
+
 def test_the_latest_of_each_part_counts_and_the_others_are_removed(store: Store, life: Any) -> None:
     first = keeper(store)
     first.keep_mount(life)
