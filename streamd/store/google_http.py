@@ -33,6 +33,7 @@ if TYPE_CHECKING:
 _IDLE_MAX = 64
 _REFUSAL_BYTES_MAX = 64 << 10
 _AGENT = "streamd"
+_TIMEVAL = struct.Struct("ll")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,24 +48,43 @@ class _Proxy:
 class _Patient(io.RawIOBase):
     """A connected socket as a file, from which large reads come whole.
 
-    At a usual link's speed a body comes in portions of some 30 KiB. The kernel puts them together (MSG_WAITALL), in
-    place of a wait for each, which would need the interpreter's lock twice.
+    At a usual link's speed a body comes in portions of some 30 KiB, and a wait for each would need the interpreter's
+    lock twice. So this thread sleeps until all that it wants is there (SO_RCVLOWAT), or until the kernel runs short of
+    memory for it; what is still missing then, the kernel puts together (MSG_WAITALL).
     """
 
     def __init__(self, raw: io.RawIOBase, connected: socket.socket) -> None:
         self._raw = raw  # counts as a user of the socket
         self._socket = connected
+        seconds, microseconds = _TIMEVAL.unpack(
+            connected.getsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _TIMEVAL.size)
+        )
+        self._silence_ms = seconds * 1000 + microseconds / 1000
+        self._poll = select.poll()
+        self._poll.register(connected, select.POLLIN)
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: "WriteableBuffer", /) -> int:
         size = memoryview(buffer).nbytes
-        flags = socket.MSG_WAITALL if size > io.DEFAULT_BUFFER_SIZE else 0
+        flags = 0
+        if size > io.DEFAULT_BUFFER_SIZE:
+            self._sleep_until(size)
+            flags = socket.MSG_WAITALL
         try:
             return self._socket.recv_into(buffer, size, flags)
         except BlockingIOError as error:  # SO_RCVTIMEO
             raise TimeoutError("silence") from error
+
+    def _sleep_until(self, size: int) -> None:
+        """Wait for so many bytes, or the connection's end. Raises: TimeoutError."""
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+        try:
+            if not self._poll.poll(self._silence_ms):
+                raise TimeoutError("silence")
+        finally:  # whoever waits for the rest of this, or for the next answer, is to see every byte
+            self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
 
     def close(self) -> None:
         self._raw.close()
@@ -195,7 +215,7 @@ class GoogleHttp:
                 connection.sock.settimeout(self._silence_s)
             else:
                 connection.sock.settimeout(None)
-                limit = struct.pack("ll", *divmod(int(self._silence_s * 1e6), 1_000_000))  # struct timeval
+                limit = _TIMEVAL.pack(*divmod(int(self._silence_s * 1e6), 1_000_000))
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 connection.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
         except BaseException:

@@ -19,7 +19,7 @@ from streamd.serve.order import Want
 from streamd.serve.plan import FrameSpan, GetPlan, Layout
 from streamd.serve.policy import COURSES, Course
 from streamd.serve.residency import Residency
-from streamd.serve.scheduler import Scheduler
+from streamd.serve.scheduler import GATHER_S, Scheduler
 from streamd.serve.stats import ServeStats
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -105,7 +105,7 @@ class Bench:
         self.calls.append(under_way)
         try:
             await under_way.over.wait()
-            await settle()
+            await _told_before()
         finally:
             self.calls.remove(under_way)
         if under_way.error is not None:
@@ -135,7 +135,12 @@ class Bench:
 
 
 async def settle() -> None:
-    """Let everything that was told to Trio happen, and all tasks come to rest."""
+    """Let everything that was told to Trio happen, and chunks that have arrived be taken (in virtual time)."""
+    await trio.sleep(2 * GATHER_S)
+
+
+async def _told_before() -> None:
+    """Let what threads have told Trio happen, as it does before the end of a thread is told."""
     told = trio.Event()
     trio.lowlevel.current_trio_token().run_sync_soon(told.set)
     await told.wait()
