@@ -245,6 +245,18 @@ class Daemon:
                     return pid
         raise LookupError("the daemon has no spawner now")
 
+    def until_spawner(self) -> int:
+        """Wait until workers can be forked, as on a node whose daemon has run for a while; give who forks them."""
+        found: list[int] = []
+
+        def is_there() -> bool:
+            with contextlib.suppress(LookupError):
+                found[:] = [self.spawner_pid()]
+            return bool(found)
+
+        until(is_there, "the spawner")
+        return found[0]
+
     def process_ids(self) -> list[int]:
         """Give all that live: supervisor, spawner, workers, also those that nobody knows any more."""
         mark = f"{_MARK}={self.base}".encode()

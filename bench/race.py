@@ -39,9 +39,8 @@ from bench.commands import CommandFailed
 from bench.race_cells import (
     CELLS,
     CONTESTANTS,
-    EXTRA,
+    EVERY_ROUND,
     LATENCY_S,
-    ONCE,
     REFERENCE_BIT_PER_S,
     Cell,
     Loading,
@@ -113,7 +112,7 @@ class _Course:
                     for cell in cells:
                         self._race_cell(ground, cell)
                 finally:
-                    race_contestants.forget_resident(ground)
+                    ground.forget_resident()
         finally:
             shutil.rmtree(directory, ignore_errors=True)
 
@@ -122,9 +121,8 @@ class _Course:
         ground.drop_trace()  # the order that another request's restores have left isn't this one's
         for number in range(cell.rounds):
             for contestant in self._contestants:
-                if contestant in ONCE and (number or contestant not in cell.once):
-                    continue
-                if contestant in EXTRA and contestant not in cell.extra:
+                is_extra = contestant in cell.extra or (contestant in cell.once and not number)
+                if contestant not in EVERY_ROUND and not is_extra:
                     continue
                 if program := race_contestants.missing(contestant):
                     _say(f"{cell.name}: {contestant} is left out: {program} isn't installed")

@@ -14,14 +14,13 @@ MBIT = 10**6
 # What F is measured at, whatever the rate of the cell (as the goal defines it).
 REFERENCE_BIT_PER_S = 800 * MBIT
 LATENCY_S = 0.015
-# How long before runsc the mount of a learned restore starts (as the goal defines it).
+# How long before runsc the image of a learned restore is asked for (as the goal defines it).
 LEARNED_LEAD_S = 1.0
 
 EVERY_ROUND = ("local", "gvisor-gcs", "streamd-first", "streamd-learned", "streamd-warm")
-ONCE = ("copy", "rclone", "gcsfuse")
-# In cells that name it.
-EXTRA = ("streamd-misled",)
-CONTESTANTS = (*EVERY_ROUND, *EXTRA, *ONCE)
+# In cells that name them.
+SLOW = ("copy", "rclone", "gcsfuse")
+CONTESTANTS = (*EVERY_ROUND, "streamd-misled", *SLOW)
 TITLES: Mapping[str, str] = {
     "local": "local directory, page cache hot",
     "gvisor-gcs": "gVisor's GCS reader",
@@ -46,10 +45,7 @@ class Heap:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Cell:
-    """One race. `once`: the contestants that run in the first round only, being slow and no rivals.
-
-    `extra`: those of `EXTRA` that take part.
-    """
+    """One race. `extra`: who takes part beside those of every cell; `once`: and who in the first round only."""
 
     name: str
     heap: Heap
@@ -71,11 +67,19 @@ HALF = Heap("half", "half", 776)
 
 # Cells of one heap stand together: one image is in the store at a time.
 CELLS = (
-    Cell(name="region", heap=PLAIN, request="region", bit_per_s=800 * MBIT, rounds=5, once=ONCE, extra=EXTRA),
+    Cell(
+        name="region",
+        heap=PLAIN,
+        request="region",
+        bit_per_s=800 * MBIT,
+        rounds=5,
+        once=SLOW,
+        extra=("streamd-misled", "copy"),
+    ),
     Cell(name="fast", heap=PLAIN, request="region", bit_per_s=2000 * MBIT, rounds=3),
     Cell(name="scattered", heap=PLAIN, request="pages 24", bit_per_s=800 * MBIT, rounds=3),
     Cell(name="compressible", heap=HALF, request="region", bit_per_s=800 * MBIT, rounds=3),
-    Cell(name="large", heap=LARGE, request="region", bit_per_s=800 * MBIT, rounds=3, once=ONCE),
+    Cell(name="large", heap=LARGE, request="region", bit_per_s=800 * MBIT, rounds=3, once=SLOW),
 )
 
 
@@ -97,9 +101,9 @@ class Loading:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Served:
-    """What a streamd mount says of itself once all is loaded; `release_gap_…`: None where it doesn't measure them.
+    """What a streamd daemon says of an image once all is loaded.
 
-    `cpu_s` counts from the start of the mount's process, `bytes` what runsc read from it.
+    `cpu_s`: of its worker, and of supervisor and spawner since it was asked for. `bytes`: what runsc read.
     """
 
     bytes: int

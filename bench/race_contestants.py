@@ -1,9 +1,11 @@
 """The ways to get at an image that lies in the store: each a context manager that gives a directory for runsc to read.
 
 A contestant begins when its block is entered; everything it left on this machine is gone when the block ends, but for
-what `Ground` is meant to keep: the node cache of the last learned restore, which the warm one starts from. Cold is cold
-by construction: who reads the store finds nothing of the image on this machine, since mounts, caches and copies are
-made anew in a directory of their own.
+what `Ground` is meant to keep: the daemon of the last learned restore and its cache, which the warm one starts from.
+Cold is cold by construction: who reads the store finds nothing of the image on this machine, since daemons, caches,
+mounts and copies are made anew in directories of their own.
+
+streamd is asked as an agent asks it: a daemon that runs already, through its client, in this process.
 """
 
 import contextlib
@@ -12,6 +14,7 @@ import os
 import resource
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager
@@ -20,11 +23,12 @@ from pathlib import Path
 
 from agent.errors import AgentError
 from bench.commands import CommandFailed, Streamd
+from bench.daemons import Daemon, ServedImage
 from bench.race_cells import LEARNED_LEAD_S, Heap, Served
 from bench.race_restore import IMAGE_FILES, Image
 from bench.report import cpu_s
 from bench.shaped_link import ShapedLink
-from streamd.errors import Exit, StreamdError
+from streamd.errors import Exit
 from streamd.snapshot.trace import HOT_BYTES, Trace, TraceRange, encode
 from streamd.store.catalog import open_snapshot
 from streamd.store.gcs import GoogleStore
@@ -32,6 +36,8 @@ from streamd.store.port import Condition
 from streamd.store.traces import read_trace
 
 _MOUNT_S = 60.0
+# A worker tells what it has done every second.
+_BEAT_S = 1.5
 # gcsfuse is where ./setup.sh bench puts it, the others are Debian's.
 _TOOLS = Path(__file__).parents[1] / ".tools" / "bin"
 _PROGRAMS = {"copy": "curl", "rclone": "rclone", "gcsfuse": "gcsfuse"}
@@ -55,15 +61,15 @@ class Ready:
 class Ground:
     """Where one image is raced: a directory of our own, the store with the image in it, what runs leave to others.
 
-    `has_trace`: a restore of this cell's request has left its order in the store. `resident`: the streamd whose cache
-    holds the whole image.
+    `has_trace`: a restore of this cell's request has left its order in the store. `resident`: the daemon whose cache
+    holds the whole image, and what ends it.
     """
 
     directory: Path
     link: ShapedLink
     image: Image
     has_trace: bool = False
-    resident: Streamd | None = None
+    resident: tuple[Daemon, contextlib.ExitStack] | None = None
     _serial: int = field(default=0)
 
     @property
@@ -86,6 +92,13 @@ class Ground:
         self._serial += 1
         return Streamd(self.directory / f"streamd-{self._serial}")
 
+    def forget_resident(self) -> None:
+        """End the daemon that was kept, and remove its cache."""
+        if self.resident is not None:
+            _, stack = self.resident
+            self.resident = None
+            stack.close()
+
     def drop_trace(self) -> None:
         """Forget what earlier restores have learned."""
         with own_streamd(self) as streamd:
@@ -106,56 +119,55 @@ def local(ground: Ground) -> Iterator[Ready]:
 
 @contextlib.contextmanager
 def streamd_first(ground: Ground) -> Iterator[Ready]:
-    """Mount with nothing here and nothing learned."""
+    """Ask a daemon that has nothing of it, for an image that nobody has learned anything of."""
     ground.drop_trace()
-    with own_streamd(ground) as streamd, _mounted(ground, streamd) as ready:
+    with Daemon() as daemon, _asked(ground, daemon) as ready:
         yield ready
     ground.has_trace = True
 
 
 @contextlib.contextmanager
 def streamd_reference(ground: Ground) -> Iterator[Ready]:
-    """Mount so that only what is read is fetched: what F is measured with."""
+    """Serve so that only what is read is fetched: what F is measured with."""
     ground.drop_trace()
-    with own_streamd(ground) as streamd, _mounted(ground, streamd, "--prefetch", "none") as ready:
+    with Daemon() as daemon, _asked(ground, daemon, prefetch="none") as ready:
         yield ready
 
 
 @contextlib.contextmanager
 def streamd_learned(ground: Ground) -> Iterator[Ready]:
-    """Mount with an empty cache and the order that the last restore left, LEARNED_LEAD_S before runsc starts."""
+    """Ask a daemon that has nothing of it, LEARNED_LEAD_S before runsc starts; the last restore has left its order."""
     if not ground.has_trace:
         raise AgentError("no restore has left an order yet")
-    forget_resident(ground)
-    streamd = ground.new_streamd()
-    try:
-        with _mounted(ground, streamd) as ready:
+    ground.forget_resident()
+    with contextlib.ExitStack() as stack:
+        daemon = stack.enter_context(Daemon())
+        with _asked(ground, daemon) as ready:
             time.sleep(max(0.0, ready.began_s + LEARNED_LEAD_S - time.monotonic()))
             yield ready
-    except BaseException:
-        _remove(streamd)
-        raise
-    ground.resident = streamd
+        ground.resident = (daemon, stack.pop_all())
 
 
 @contextlib.contextmanager
 def streamd_warm(ground: Ground) -> Iterator[Ready]:
-    """Mount what the last learned restore has brought here, in the page cache as the local directory is."""
+    """Ask the daemon of the last learned restore again: all is there, in the page cache as the local directory is."""
     if ground.resident is None:
         raise AgentError("nothing is resident yet")
-    # The last mount ended before it had sealed the image, which is the background's work of some seconds.
-    ground.resident.run("cache", "verify")
-    _read_all(ground.resident.directory / "cache")
-    with _mounted(ground, ground.resident) as ready:
-        if ground.resident.status(ground.mountpoint)["mode"] != "warm":
-            raise AgentError("the mount is not warm: the cache doesn't have the whole image")
+    daemon, _ = ground.resident
+    # The last image ended before it was sealed, which is the background's work of some seconds.
+    verify = [sys.executable, "-m", "streamd.cli", "--config", str(daemon.config), "cache", "verify"]
+    subprocess.run(verify, check=True, capture_output=True)
+    _read_all(daemon.cache_directory)
+    with _asked(ground, daemon) as ready:
+        if daemon.client.images()[0]["state"] != "warm":
+            raise AgentError("the image is not warm: the cache doesn't have all of it")
         yield ready
 
 
 @contextlib.contextmanager
 def streamd_misled(ground: Ground) -> Iterator[Ready]:
-    """Mount with nothing here and an order that somebody forged: as much as is fetched first, none of it waited for."""
-    with _forged_order(ground), own_streamd(ground) as streamd, _mounted(ground, streamd) as ready:
+    """Ask a daemon with nothing; the order is forged: as much as is fetched first, none of it waited for."""
+    with _forged_order(ground), Daemon() as daemon, _asked(ground, daemon) as ready:
         yield ready
 
 
@@ -255,7 +267,8 @@ def own_streamd(ground: Ground) -> Iterator[Streamd]:
     try:
         yield streamd
     finally:
-        _remove(streamd)
+        streamd.stop_strays()
+        shutil.rmtree(streamd.directory)
 
 
 def plain_prefix(heap: Heap) -> str:
@@ -267,7 +280,7 @@ def commands(ground: Ground) -> dict[str, list[str]]:
     """Give the command that each contestant but the local directory begins with."""
     address, bucket, prefix = ground.link.address, ground.link.bucket, plain_prefix(ground.image.heap)
     mnt = str(ground.mountpoint)
-    streamd = ["streamd", "mount", ground.snapshot_url, mnt]
+    streamd = ["streamd", "image", "request", ground.snapshot_url]
     restore = ["runsc", "restore", "--background", "--detach", f"--image-path={ground.directory / 'gcs'}"]
     downloads = [
         part
@@ -310,44 +323,31 @@ def _found(program: str) -> str | None:
     return shutil.which(program, path=f"{os.environ.get('PATH', os.defpath)}:{_TOOLS}")
 
 
-def forget_resident(ground: Ground) -> None:
-    """Remove the cache that was kept."""
-    if ground.resident is not None:
-        _remove(ground.resident)
-        ground.resident = None
-
-
-def _remove(streamd: Streamd) -> None:
-    streamd.stop_strays()
-    shutil.rmtree(streamd.directory)
-
-
 @contextlib.contextmanager
-def _mounted(ground: Ground, streamd: Streamd, *options: str) -> Iterator[Ready]:
+def _asked(ground: Ground, daemon: Daemon, *, prefetch: str = "all") -> Iterator[Ready]:
+    """Ask a daemon for the image as an agent does, and let it go in the end."""
+    processes = (daemon.pid, daemon.until_spawner())
+    before_s = sum(map(cpu_s, processes))
     began_s = time.monotonic()
-    streamd.run("mount", ground.snapshot_url, str(ground.mountpoint), *options)
-    try:
-        yield Ready(ground.mountpoint, began_s, served=lambda: _served(streamd, ground.mountpoint))
-    except BaseException:
-        with contextlib.suppress(CommandFailed, subprocess.SubprocessError):  # the first error counts
-            streamd.unmount(ground.mountpoint, force=True)
-        raise
-    streamd.unmount(ground.mountpoint)
+    image = daemon.image(ground.snapshot_url, prefetch=prefetch)
+    yield Ready(image.mountpoint, began_s, served=lambda: _served(image, processes, before_s))
+    daemon.client.release(image.id, force=True)
+    image.until_unmounted()
 
 
-def _served(streamd: Streamd, mountpoint: Path) -> Served | None:
-    """Ask a mount for its account; None when nothing stands between runsc and the files."""
-    try:
-        status = streamd.status(mountpoint)
-    except StreamdError:
+def _served(image: ServedImage, processes: tuple[int, int], before_s: float) -> Served | None:
+    """Ask for an image's account; None when nothing stands between runsc and the files."""
+    state = image.state()
+    if state["state"] == "warm":
         return None
-    if status["mode"] == "warm":  # its process serves nothing
-        return None
+    used_s = cpu_s(int(state["worker_pid"])) + sum(map(cpu_s, processes)) - before_s
+    time.sleep(_BEAT_S)  # then all that was read has been told
+    state = image.state()
     return Served(
-        bytes=sum(kind["bytes"] for kind in status["reads"].values()),
-        cpu_s=cpu_s(int(status["pid"])),
-        release_gap_p50_s=status.get("release_gap_p50_s"),
-        release_gap_p99_s=status.get("release_gap_p99_s"),
+        bytes=sum(amount for name, amount in state["bytes_by_tier"].items() if name.startswith("read_")),
+        cpu_s=used_s,
+        release_gap_p50_s=state["release_gaps"]["p50_ms"] / 1000,
+        release_gap_p99_s=state["release_gaps"]["p99_ms"] / 1000,
     )
 
 

@@ -76,20 +76,20 @@ def first(run: Run) -> float:
 
 
 def first_from_nothing(run: Run) -> float:
-    """Give the time from the start of the mount (or download) to the first answer."""
+    """Give the time from asking for the image (or starting to mount, or to download) to the first answer."""
     return run.lead_s + run.first_s
 
 
 def first_learned(run: Run) -> float:
-    """Give the time from LEARNED_LEAD_S after the start of the mount to the first answer.
+    """Give the time from LEARNED_LEAD_S after asking for the image to the first answer.
 
-    That is the start of runsc, unless the mount took longer: then the wait for it counts.
+    That is the start of runsc, unless it took longer to get it: then the wait for it counts.
     """
     return run.lead_s + run.first_s - LEARNED_LEAD_S
 
 
 def loaded_from_nothing(run: Run) -> float:
-    """Give the time from the start of the mount (or download) until all memory was there."""
+    """Give the time from asking for the image (or starting to mount, or to download) until all memory was there."""
     return run.lead_s + run.loaded_s
 
 

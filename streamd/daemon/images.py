@@ -19,6 +19,7 @@ from streamd.daemon.api.models import (
     Lease,
     Opener,
     Progress,
+    ReleaseGaps,
 )
 
 # Workers that die more often than this are not replaced: the reads fail, and somebody looks at it. One that dies at
@@ -157,6 +158,10 @@ class Image:
                 count=totals.pop("faults", 0),
                 p50_ms=1000 * float(fault.get("wait_p50_s", 0.0)),
                 p99_ms=1000 * float(fault.get("wait_p99_s", 0.0)),
+            ),
+            release_gaps=ReleaseGaps(
+                p50_ms=1000 * float(self.status.get("release_gap_p50_s", 0.0)),
+                p99_ms=1000 * float(self.status.get("release_gap_p99_s", 0.0)),
             ),
             stalls=totals.pop("stalls", 0),
             bytes_by_tier={name: amount for name, amount in totals.items() if name != "cache_verified_chunks"},

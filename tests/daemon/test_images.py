@@ -31,6 +31,8 @@ def status(**changes: object) -> dict[str, object]:
     return {
         "reads": reads,
         "origin_bytes": 100,
+        "release_gap_p50_s": 0.002,
+        "release_gap_p99_s": 0.01,
         "chunks": 4,
         "zero_chunks": 1,
         "cached_chunks": 1,
@@ -94,6 +96,7 @@ def test_what_dead_workers_have_counted_is_not_forgotten() -> None:
     shown = image.describe()
     assert shown.bytes_by_tier == {"read_fault": 20, "read_stream": 60, "origin": 105}
     assert (shown.stalls, shown.fault_waits.count, shown.fault_waits.p99_ms) == (6, 6, 1500.0)
+    assert (shown.release_gaps.p50_ms, shown.release_gaps.p99_ms) == (2.0, 10.0)
     assert (shown.progress.resident_bytes, shown.progress.total_bytes) == (500, 1000)
     assert [opener.pid for opener in shown.openers] == [42]
 

@@ -34,6 +34,8 @@ STALLS = ("streamd_image_stalls", "Reads that waited for longer than policy.even
 FAULTS = ("streamd_image_fault_waits", "Reads of stopped threads that had to wait.")
 FAULT_P50 = ("streamd_image_fault_wait_p50_seconds", "Median of these waits.")
 FAULT_P99 = ("streamd_image_fault_wait_p99_seconds", "99th percentile of these waits.")
+GAP_P50 = ("streamd_image_release_gap_p50_seconds", "Median time between two chunks that came, while fetching.")
+GAP_P99 = ("streamd_image_release_gap_p99_seconds", "99th percentile of these times.")
 TIER_BYTES = (
     "streamd_image_read_bytes",
     "Bytes from the store (tier origin), and given to readers by why they were read (read_fault, read_stream, …).",
@@ -116,6 +118,8 @@ def _of_images(images: Sequence[ImageState]) -> Iterator[Metric]:
         (OPENERS, lambda image: len(image.openers)),
         (FAULT_P50, lambda image: image.fault_waits.p50_ms / 1000),
         (FAULT_P99, lambda image: image.fault_waits.p99_ms / 1000),
+        (GAP_P50, lambda image: image.release_gaps.p50_ms / 1000),
+        (GAP_P99, lambda image: image.release_gaps.p99_ms / 1000),
     )
     counters: tuple[tuple[tuple[str, str], Callable[[ImageState], float]], ...] = (
         (RESTARTS, lambda image: image.restarts),

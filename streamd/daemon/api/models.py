@@ -178,6 +178,13 @@ class FaultWaits(_Answer, frozen=True, kw_only=True):
     p99_ms: float = 0.0
 
 
+class ReleaseGaps(_Answer, frozen=True, kw_only=True):
+    """Times between two chunks that the running worker's fetches have brought, while any were under way."""
+
+    p50_ms: float = 0.0
+    p99_ms: float = 0.0
+
+
 class ErrorFacts(_Answer, frozen=True, kw_only=True):
     """What went wrong last with an image: kind, message and exit code as the commands have them."""
 
@@ -205,6 +212,7 @@ class ImageState(_Answer, frozen=True, kw_only=True):
     openers: list[Opener] = field(default_factory=list)
     progress: Progress = Progress()
     fault_waits: FaultWaits = FaultWaits()
+    release_gaps: ReleaseGaps = ReleaseGaps()
     stalls: int = 0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     last_error: ErrorFacts | None = None

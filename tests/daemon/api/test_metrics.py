@@ -6,7 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamd.daemon.api import metrics
-from streamd.daemon.api.models import FaultWaits, ImageStateName, Lease, Progress
+from streamd.daemon.api.models import FaultWaits, ImageStateName, Lease, Progress, ReleaseGaps
 from tests.daemon.api.fake_node import URL, InProcess
 
 ONE = f"{1:032x}"
@@ -34,6 +34,7 @@ async def test_an_images_sums_are_told_with_what_names_it(api: InProcess) -> Non
         state=ImageStateName.SERVING,
         progress=Progress(resident_bytes=3, total_bytes=10),
         fault_waits=FaultWaits(count=4, p50_ms=1.5, p99_ms=250.0),
+        release_gaps=ReleaseGaps(p50_ms=2.5, p99_ms=10.0),
         restarts=2,
         stalls=1,
         bytes_by_tier={"store": 5, "disk": 7},
@@ -50,6 +51,8 @@ async def test_an_images_sums_are_told_with_what_names_it(api: InProcess) -> Non
         "streamd_image_fault_waits": 4,
         "streamd_image_fault_wait_p50_seconds": 0.0015,
         "streamd_image_fault_wait_p99_seconds": 0.25,
+        "streamd_image_release_gap_p50_seconds": 0.0025,
+        "streamd_image_release_gap_p99_seconds": 0.01,
     }
     assert {name: _value(families, name, **LABELS) for name in expected} == expected
     assert _value(families, "streamd_image_read_bytes", **LABELS, tier="disk") == 7
