@@ -79,7 +79,7 @@ class ServedImage:
         state = self.daemon.client.image(self.id, wait_s=min(limit_s, 60.0))
         if state["state"] == "preparing":
             raise TimeoutError(f"image {self.id} is not served after {limit_s:g} s: {self.daemon.tail()}")
-        if state["state"] != "serving":
+        if state["state"] not in ("serving", "warm"):
             raise RuntimeError(f"image {self.id} is {state['state']}: {state['last_error']}\n{self.daemon.tail()}")
         self.mountpoint = Path(str(state["mountpoint"]))
         self.daemon.tape.until("image-serving", image=self.id, limit_s=limit_s)

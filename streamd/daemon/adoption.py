@@ -3,7 +3,7 @@
 By name, `ID` being the image's id and N a number that grows (a value that changes is stored under a new name before
 its old one is removed, `fd_store.py`). One descriptor a name: systemd gives several of one name back in any order.
 
-    ID.device.N    the connection
+    ID.device.N    the connection; of a warm image, what is bound (its lock lives with it)
     ID.state.N     a memfd with `MountState` as JSON
     ID.snapshot.N  a memfd with the pinned snapshot (`keepsake.py`)
     ID.wire.N      the way to the worker
@@ -31,6 +31,8 @@ from streamd.daemon.life import REAP_S, Life
 from streamd.daemon.memfds import BadMemfd, bytes_of, memfd_of
 from streamd.daemon.spawning import WorkerProcess
 from streamd.daemon.wire import Wire
+from streamd.fuse.binding import BindMount
+from streamd.fuse.mounting import FuseMount
 
 log = structlog.get_logger()
 
@@ -50,7 +52,10 @@ class _Stored:
 
 @dataclass(frozen=True, slots=True)
 class MountState:
-    """What the next supervisor must know of a mount. `init`: the kernel's first request, base64."""
+    """What the next supervisor must know of a mount.
+
+    `init`: the kernel's first request, base64, empty for a bind; `bind_id`: the number of a bind, None for FUSE.
+    """
 
     snapshot_url: str
     tenant: str
@@ -62,6 +67,7 @@ class MountState:
     restarts: int
     version: str
     init: str
+    bind_id: int | None = None
 
     def first_request(self) -> bytes:
         """Give the kernel's first request."""
@@ -77,6 +83,13 @@ class Kept:
     device_fd: int
     keepsake_fd: int
     worker: WorkerProcess | None
+
+    def mount(self) -> FuseMount | BindMount:
+        """Give the mount, which takes over the descriptor."""
+        state = self.state
+        if state.bind_id is None:
+            return FuseMount(self.device_fd, state.mountpoint, state.device)
+        return BindMount(self.device_fd, state.mountpoint, state.device, state.bind_id)
 
 
 class FdKeeper:
@@ -108,6 +121,7 @@ class FdKeeper:
             restarts=image.restarts,
             version=self._version,
             init=base64.b64encode(life.init).decode(),
+            bind_id=mount.mount_id if isinstance(mount, BindMount) else None,
         )
         state_fd = memfd_of(json.dumps(asdict(state)).encode(), "mount")
         try:

@@ -15,7 +15,7 @@ from streamd.daemon.options import MountOptions
 from streamd.serve.cache_directory import open_cache
 from streamd.serve.node_cache import CacheUnusable, NodeCache
 from streamd.serve.plan import Layout
-from streamd.serve.sealing import NotSealed, seal
+from streamd.serve.sealing import NotSealed, is_sealed, seal
 from streamd.store.catalog import Pinned
 from streamd.store.port import Store
 
@@ -109,9 +109,14 @@ async def seal_when_whole(cache: NodeCache, pinned: Pinned, is_whole: Callable[[
     """
     while not is_whole():
         await trio.sleep(_WHOLE_LOOK_S)
-    layout = Layout(pinned.manifest.table)
+    files, layout = pinned.manifest.files, Layout(pinned.manifest.table)
+
+    def seal_it() -> None:
+        if not is_sealed(cache, files):  # by a worker whose place this one has taken
+            seal(cache, files, layout)
+
     try:
-        await trio.to_thread.run_sync(seal, cache, pinned.manifest.files, layout, abandon_on_cancel=True)
+        await trio.to_thread.run_sync(seal_it, abandon_on_cancel=True)
     except (NotSealed, OSError) as error:
         log.warning("the image was not sealed, the next mount serves it", reason=str(error))
     else:

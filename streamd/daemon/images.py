@@ -60,6 +60,7 @@ class Image:
     mountpoint: str
     created_s: float
     state: ImageStateName = ImageStateName.PREPARING
+    is_warm: bool = False
     restarts: int = 0
     worker_pid: int | None = None
     worker_started_s: float | None = None
@@ -81,8 +82,16 @@ class Image:
         return self.state in LIVE
 
     @property
+    def mounted_state(self) -> ImageStateName:
+        """The state of an image that is mounted and is to stay."""
+        return ImageStateName.WARM if self.is_warm else ImageStateName.SERVING
+
+    @property
     def is_in_use(self) -> bool:
-        """Whether somebody holds a lease or has a file open, as far as is known."""
+        """Whether somebody holds a lease or has a file open, as far as is known.
+
+        Who has files of a warm image open only the kernel knows, which then refuses to unmount it.
+        """
         return bool(self.leases or self.openers)
 
     def take_status(self, status: Mapping[str, Any]) -> None:
@@ -111,7 +120,7 @@ class Image:
 
     def is_idle(self, now_s: float, *, grace_s: float) -> bool:
         """Whether nobody has used it for so long that it may go. To be asked now and then."""
-        if self.is_in_use or self.state not in (ImageStateName.SERVING, ImageStateName.DRAINING):
+        if self.is_in_use or self.state not in (self.mounted_state, ImageStateName.DRAINING):
             self.idle_since_s = None
             return False
         if self.idle_since_s is None:

@@ -10,6 +10,10 @@ else unmounts it. A worker that dies is replaced within the second:
 A worker that doesn't beat in time is killed and replaced the same way. One that can't be killed (its thread waits for
 a disk, uninterruptibly) is not replaced, since it may come back: the connection is aborted, so its reads fail. So they
 do when workers die one after another, and when the kernel is older. Nothing here opens or stats what is on a mount.
+
+An image that is whole on the node and sealed (`holding.py`) needs no server: its worker finds that out, and gives the
+files' directory instead of asking for a connection; it is bound read-only. The worker stays: it holds the cache's lock
+and the lease, and proves the tenant's access. Its death is nothing to readers; the next one holds the same bind.
 """
 
 import errno
@@ -20,8 +24,9 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import structlog
 import trio
@@ -34,7 +39,9 @@ from streamd.daemon.relay import relayed, single_error
 from streamd.daemon.spawning import Spawner, WorkerProcess
 from streamd.daemon.worker import Assignment
 from streamd.errors import Exit, NotFound, Refused, StreamdError
-from streamd.fuse import mount_paths, mountinfo, mounting
+from streamd.fuse import binding, mount_paths, mountinfo, mounting
+from streamd.fuse.binding import BindMount
+from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mounting import FuseMount
 from streamd.safe_paths import SafeDirectory
 
@@ -55,6 +62,7 @@ _MOUNTPOINTS_MAX = 8
 _INIT_BYTES = (1 << 20) + 8192
 # linux/fuse.h: struct fuse_out_header of a notification: len, code, no unique.
 _RESEND = struct.pack("<IiQ", 16, 7, 0)
+_Mount = TypeVar("_Mount", FuseMount, BindMount)
 
 
 class Ending(Enum):
@@ -104,7 +112,7 @@ class Life:
         may_harden: bool = True,
     ) -> None:
         self.image = image
-        self.mount: FuseMount | None = None
+        self.mount: FuseMount | BindMount | None = None
         self.init = b""
         self.keepsake_fd = -1
         self.worker: WorkerProcess | None = None
@@ -115,15 +123,18 @@ class Life:
         self._config_text = config_text
         self._store_timeout_s = store_timeout_s
         self._may_harden = may_harden
+        self._may_be_warm = True
         self._answers: dict[int, int | None] = {}
         self._answered = trio.Event()
         self._questions = 0
         self._is_handing_over = False
         self._preparing: trio.CancelScope | None = None
 
-    def adopt(self, mount: FuseMount, init: bytes, keepsake_fd: int, worker: WorkerProcess | None) -> None:
+    def adopt(self, mount: FuseMount | BindMount, init: bytes, keepsake_fd: int, worker: WorkerProcess | None) -> None:
         """Take over a mount that a former supervisor has made, and its worker, if that lives; before `run`."""
         self.mount, self.init, self.keepsake_fd, self.worker = mount, init, keepsake_fd, worker
+        self.image.is_warm = isinstance(mount, BindMount)
+        self.image.state = self.image.mounted_state
 
     async def run(self) -> None:
         """Live; returns when the image is gone or has failed. A cancellation leaves the mount and its worker alone."""
@@ -136,7 +147,6 @@ class Life:
                     raise WorkerLost("it was released before it was mounted")
                 self._preparing = None
             else:
-                image.state = ImageStateName.SERVING
                 if self.worker is None:
                     await self._take_over()
                 else:
@@ -165,28 +175,50 @@ class Life:
             worker.wire.send_nowait(self._assignment().message())
             answer = await self._expect(worker, "prepared", self._store_timeout_s + _PREPARE_S)
             if answer is not None:
-                (self.keepsake_fd,) = answer
-                break
+                self.keepsake_fd, *files = answer
+                if not files or await self._bind(files[0]):
+                    break
+                self._may_be_warm = False
+                os.close(self.keepsake_fd)
+                self.keepsake_fd = -1
             await self._bury()
             self._count_death()
-        mount = self.mount = await trio.to_thread.run_sync(self._make_mount)
-        self.init = await self._first_request(mount.fd)
+        if self.mount is None:
+            self.mount = await trio.to_thread.run_sync(self._make_mount, mounting.mount)
+            self.init = await self._first_request(self.mount.fd)
+        mount = self.mount
         self._keeper.keep_mount(self)
         self._keeper.keep_worker(self)
-        init_fd = memfd_of(self.init)
-        try:
-            worker.wire.send_nowait({"do": "connect"}, [mount.fd, init_fd])
-        finally:
-            os.close(init_fd)
-        self.image.state = ImageStateName.SERVING
+        if isinstance(mount, BindMount):
+            worker.wire.send_nowait({"do": "hold", "mountpoint": mount.mountpoint, "bind": _bind_facts(mount)})
+        else:
+            init_fd = memfd_of(self.init)
+            try:
+                worker.wire.send_nowait({"do": "connect"}, [mount.fd, init_fd])
+            finally:
+                os.close(init_fd)
+        self.image.state = self.image.mounted_state
         if await self._expect(worker, "serving", _SERVING_S) is None:
             if await self._bury() is Ending.UNREAPED:
                 raise WorkerLost("its worker hangs and can't be killed: its reads fail")
             await self._take_over()
-        self._tell("image-serving", mountpoint=mount.mountpoint)
+        self._tell("image-serving", mountpoint=mount.mountpoint, mode="warm" if self.image.is_warm else "fuse")
 
-    def _make_mount(self) -> FuseMount:
-        """Mount on a directory of ours; in a thread. Raises: `StreamdError`.
+    async def _bind(self, files_fd: int) -> bool:
+        """Bind sealed files, whose descriptor is the mount's then; false when that can't be."""
+        try:
+            self.mount = await trio.to_thread.run_sync(self._make_mount, partial(binding.bind, files_fd))
+        except BaseException as error:
+            os.close(files_fd)
+            if not isinstance(error, StreamdError | OSError):
+                raise
+            log.warning("an image that is whole can't be bound, and is served", image=self.image.id, reason=str(error))
+            return False
+        self.image.is_warm = True
+        return True
+
+    def _make_mount(self, mount: Callable[[Mountpoint], _Mount]) -> _Mount:
+        """Mount on a directory of ours; in a thread. Raises: `StreamdError`, `OSError`.
 
         A mount of a former life may be there that its worker still serves: it goes if nobody uses it, else it is left
         alone. It is not looked at, since it may hang.
@@ -201,7 +233,7 @@ class Life:
             if mountinfo.topmost(mountpoint) is None:
                 self.image.mountpoint = mountpoint
                 with mounting.check(mount_paths.resolve(mountpoint), server_lives=lambda _: False) as directory:
-                    return mounting.mount(directory)
+                    return mount(directory)
         raise Refused(f"{base} and all places beside it are used by workers of former lives")
 
     async def _first_request(self, device_fd: int) -> bytes:
@@ -231,6 +263,8 @@ class Life:
             store_timeout_s=self._store_timeout_s,
             may_harden=self._may_harden,
             openers=openers,
+            bind=_bind_facts(self.mount) if isinstance(self.mount, BindMount) else None,
+            may_be_warm=self._may_be_warm,
         )
 
     async def _new_worker(self) -> WorkerProcess:
@@ -304,7 +338,10 @@ class Life:
                     self._answered = trio.Event()
 
     async def _bury(self, ending: Ending = Ending.DIED) -> Ending:
-        """End what is left of the worker; it is no reader of the connection any more, unless it can't be killed."""
+        """End what is left of the worker; it is no reader of the connection any more, unless it can't be killed.
+
+        Of a bind nobody but the kernel is a reader, so it may be left behind.
+        """
         worker, self.worker = self.worker, None
         assert worker is not None
         worker.signal(signal.SIGKILL)
@@ -312,21 +349,15 @@ class Life:
             await worker.gone()
         worker.close()
         self.image.worker_is_gone()
-        return Ending.UNREAPED if scope.cancelled_caught else ending
+        return Ending.UNREAPED if scope.cancelled_caught and not self.image.is_warm else ending
 
     async def _take_over(self) -> None:
         """Put a new worker in the last one's place. Raises: `WorkerLost`, `StreamdError`, `OSError`."""
         image, mount = self.image, self.mount
         assert mount is not None
         while True:
-            try:
-                os.write(mount.fd, _RESEND)
-            except OSError as error:
-                if error.errno in (errno.ENODEV, errno.ECONNABORTED, errno.EPERM):  # unmounted; aborted
-                    raise WorkerLost("its connection has ended") from error
-                raise WorkerLost(
-                    "its worker died, and this kernel can't give out again what it was asked (Linux 6.9)"
-                ) from error
+            if not self.image.is_warm:
+                _have_sent_again(mount.fd)
             worker = self.worker = await self._new_worker()
             self._keeper.keep_worker(self)  # before it can read: the next supervisor must know of every reader
             init_fd = memfd_of(self.init)
@@ -385,15 +416,16 @@ class Life:
                 await self._unmount()
 
     async def _unmount(self) -> None:
-        """Unmount if the kernel agrees; the worker then finds its connection ended."""
+        """Unmount if the kernel agrees; the worker then finds its connection ended, or its bind gone."""
         mount = self.mount
         assert mount is not None
         try:
             await trio.to_thread.run_sync(mounting.unmount, mount.mountpoint, mount.device)
-            await trio.to_thread.run_sync(mounting.abort_connection, mount.connection_id)
+            if isinstance(mount, FuseMount):
+                await trio.to_thread.run_sync(mounting.abort_connection, mount.connection_id)
         except Refused:  # opened in this moment, or a working directory
             self.image.idle_since_s = None
-        except StreamdError as error:
+        except (StreamdError, OSError) as error:
             log.warning("an image that nobody uses can't be unmounted", image=self.image.id, reason=str(error))
             self.image.idle_since_s = None
 
@@ -442,3 +474,20 @@ class Life:
 
     def _reason(self) -> str:
         return self.image.last_error.message if self.image.last_error else ""
+
+
+def _bind_facts(bind: BindMount) -> tuple[int, tuple[int, int]]:
+    """Give what a worker knows a bind by."""
+    return bind.mount_id, bind.device
+
+
+def _have_sent_again(device_fd: int) -> None:
+    """Have the kernel give out again what a dead worker was asked. Raises: `WorkerLost`."""
+    try:
+        os.write(device_fd, _RESEND)
+    except OSError as error:
+        if error.errno in (errno.ENODEV, errno.ECONNABORTED, errno.EPERM):  # unmounted; aborted
+            raise WorkerLost("its connection has ended") from error
+        raise WorkerLost(
+            "its worker died, and this kernel can't give out again what it was asked (Linux 6.9)"
+        ) from error

@@ -11,17 +11,20 @@ Nothing here may hurt a mount: a disk that is full or hangs costs the record, wi
 import os
 import re
 import time
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
 import structlog
 import trio
 
+from streamd.daemon.options import MountOptions
 from streamd.errors import NotFound, NotPermitted, StreamdError
 from streamd.safe_paths import SafeDirectory, UnsafePath
-from streamd.serve.record import Record, Recorder
+from streamd.serve.record import Record, RecordedFile, Recorder, RecordHead
 from streamd.serve.record_file import RECORD_BYTES_MAX, decode, encode
 from streamd.serve.scheduler import RunBlocking
+from streamd.store.catalog import Pinned
 
 log = structlog.get_logger()
 
@@ -33,6 +36,28 @@ WRITE_TIMEOUT_S = 2.0
 KEPT_FILES = 256
 KEPT_BYTES = 64 << 20
 _UNSAFE = re.compile(r"[^A-Za-z0-9-]")
+
+
+def record_head(options: MountOptions, pinned: Pinned, *, facts: Mapping[str, str]) -> RecordHead:
+    """Say whose record it is: of a mount that begins now, in this process. `facts` are shown as they are."""
+    manifest = pinned.manifest
+    base = 0
+    files = []
+    for file in manifest.files:
+        files.append(RecordedFile(file.name, file.size, base))
+        base += file.size
+    return RecordHead(
+        snapshot=manifest.snapshot_id,
+        digest=pinned.digest.hex(),
+        snapshot_url=options.snapshot_url,
+        mountpoint=options.mountpoint,
+        pid=os.getpid(),
+        started_s=time.time(),
+        chunk_bytes=manifest.chunk_bytes,
+        stored_bytes=int(manifest.table.frame_bytes.sum()),
+        files=tuple(files),
+        facts=facts,
+    )
 
 
 class RecordKeeper:

@@ -6,7 +6,6 @@ served this connection before; at the end the reads that wait fail first, then t
 """
 
 import os
-import time
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 
@@ -18,14 +17,14 @@ from streamd.daemon.caching import seal_when_whole
 from streamd.daemon.learner import Learner
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
-from streamd.daemon.records import RecordKeeper
+from streamd.daemon.records import RecordKeeper, record_head
 from streamd.errors import Unreachable
 from streamd.fuse import mounting
 from streamd.fuse.session import Session
 from streamd.serve.handles import Handle, Opener
 from streamd.serve.image import ServedImage
 from streamd.serve.node_cache import NodeCache
-from streamd.serve.record import RecordedFile, Recorder, RecordHead
+from streamd.serve.record import Recorder
 from streamd.snapshot.trace import Sample
 from streamd.store.catalog import Pinned
 from streamd.store.port import Store
@@ -67,7 +66,8 @@ class Serving:
         self._is_handed_over = False
         self._session: Session | None = None
         self._learner = Learner(LearnedOrder(retrying(store, deadline_s=_LEARN_TIMEOUT_S), pinned))
-        recorder = Recorder(self._record_head(), origin_s=trio.current_time())
+        facts = {"mode": "fuse", "prefetch": options.prefetch.value, "cache": str(cache is not None)}
+        recorder = Recorder(record_head(options, pinned, facts=facts), origin_s=trio.current_time())
         self._records = RecordKeeper(recorder, directory=options.config.log_directory / "records")
         self.image = ServedImage(
             store,
@@ -145,26 +145,6 @@ class Serving:
     def _on_sample(self, sample: Sample) -> None:  # a restore has loaded
         self._learner.add(sample)
         self._records.write_soon()
-
-    def _record_head(self) -> RecordHead:
-        manifest, options = self._pinned.manifest, self._options
-        base = 0
-        files = []
-        for file in manifest.files:
-            files.append(RecordedFile(file.name, file.size, base))
-            base += file.size
-        return RecordHead(
-            snapshot=manifest.snapshot_id,
-            digest=self._pinned.digest.hex(),
-            snapshot_url=options.snapshot_url,
-            mountpoint=options.mountpoint,
-            pid=os.getpid(),
-            started_s=time.time(),
-            chunk_bytes=manifest.chunk_bytes,
-            stored_bytes=int(manifest.table.frame_bytes.sum()),
-            files=tuple(files),
-            facts={"prefetch": options.prefetch.value, "cache": str(self._cache is not None)},
-        )
 
     async def _load_small_files(self) -> None:
         with trio.move_on_after(self._options.store_timeout_s) as scope:

@@ -51,7 +51,6 @@ from streamd.daemon.spawning import Spawner
 from streamd.daemon.unit_check import Finding, UnitFacts, findings
 from streamd.errors import NotFound, Refused, StreamdError
 from streamd.fuse import mountinfo, mounting
-from streamd.fuse.mounting import FuseMount
 from streamd.serve.cache_directory import list_images
 from streamd.store.opening import split_snapshot_url
 
@@ -156,12 +155,10 @@ class Supervisor:
             credentials=state.credentials,
             mountpoint=state.mountpoint,
             created_s=state.created_s,
-            state=ImageStateName.SERVING,
             restarts=state.restarts,
         )
         life = self._life(image)
-        mount = FuseMount(fd=kept.device_fd, mountpoint=state.mountpoint, device=state.device)
-        life.adopt(mount, state.first_request(), kept.keepsake_fd, kept.worker)
+        life.adopt(kept.mount(), state.first_request(), kept.keepsake_fd, kept.worker)
         self._begin(image, life)
         self.events.publish("image-adopted", image=image.id, has_worker=kept.worker is not None)
         if kept.worker is not None and state.version != version():
@@ -222,7 +219,7 @@ class Supervisor:
         if known is not None and (known.is_live or number in self._lives):
             known.ends_when_unused = False
             if known.state is ImageStateName.DRAINING:
-                known.state = ImageStateName.SERVING
+                known.state = known.mounted_state
             known.idle_since_s = None
             return known.describe()
         if self.is_draining:
@@ -285,7 +282,7 @@ class Supervisor:
             del self._images[image_id]  # failed: nothing is left of it
             return image.describe()
         image.ends_when_unused = True
-        if image.state is ImageStateName.SERVING:
+        if image.state is image.mounted_state:
             image.state = ImageStateName.DRAINING
         if force:
             image.leases.clear()

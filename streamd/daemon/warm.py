@@ -1,45 +1,31 @@
 """The process of a warm mount: the sealed files of the node cache, bound read-only at the mountpoint.
 
-Reads are the disk's own, so there is nothing to serve. What the process is for: it owns the image in the cache (the
-lock that keeps others from changing or evicting it), holds the snapshot's lease in the store, answers the control
-socket, and takes the bind away in the end. Whoever has a file open when it goes reads on: the cache never shortens or
-punches a file that was sealed once (`serve/sealing.py`).
-
-Whether a mount is warm is decided once, when it is made. What stands in the way of it is logged, and the snapshot is
-served as ever.
+Beside holding the files (`holding.py`) it answers the control socket, and takes the bind away in the end.
 """
 
 import os
-import select
 import signal
 from collections.abc import AsyncIterator, Callable, Sequence
-from typing import Any
 
 import structlog
 import trio
 
-from streamd.daemon.caching import Late
 from streamd.daemon.control import ControlSocket, FailSelector, Opener
-from streamd.daemon.lease import hold_lease
+from streamd.daemon.holding import Holding, hold_files
 from streamd.daemon.options import MountOptions
 from streamd.errors import NotFound, Refused, StreamdError
-from streamd.fuse import binding, mountinfo, mounting, openers
+from streamd.fuse import binding, mounting, openers
 from streamd.fuse.binding import BindMount
 from streamd.fuse.mount_paths import Mountpoint
 from streamd.serve.node_cache import NodeCache
-from streamd.serve.sealing import NotSealed, open_sealed
-from streamd.snapshot.manifest import Codec
 from streamd.store.catalog import Pinned
 from streamd.store.port import Store
 
 log = structlog.get_logger()
 
-# A healthy disk answers in milliseconds; a hung one must not keep a pod from starting.
-_OPEN_TIMEOUT_S = 5.0
 # The kernel takes a mount away at once, or says no.
 _UNMOUNT_TIMEOUT_S = 5.0
 _RELEASE_LOOK_S = 0.1
-_TABLE_LOOK_S = 2.0
 _OPENERS_NAMED = 5
 
 
@@ -61,36 +47,17 @@ async def bind_sealed(cache: NodeCache, pinned: Pinned, directory: Mountpoint, *
 
     None, too, when the disk doesn't answer in time, or the kernel can't.
     """
-    reason = f"the disk did not answer within {_OPEN_TIMEOUT_S:g} s"
-    files = Late[int](os.close)
-    with trio.move_on_after(_OPEN_TIMEOUT_S):
-        try:
-            files_fd = await files.call(_open_and_hold, cache, pinned, is_wanted)
-            try:
-                return binding.bind(files_fd, directory)
-            except BaseException:
-                os.close(files_fd)
-                raise
-        except (StreamdError, OSError) as error:
-            reason = str(error)
-    log.info("the mount is not warm", reason=reason)
-    return None
-
-
-def _open_and_hold(cache: NodeCache, pinned: Pinned, is_wanted: bool) -> int:
+    files_fd = await hold_files(cache, pinned, is_wanted=is_wanted)
+    if files_fd is None:
+        return None
     try:
-        if not is_wanted:
-            raise NotSealed("it shall be served")
-        files_fd = open_sealed(cache, pinned.manifest.files)
-    except NotSealed:
-        cache.unseal()
-        raise
-    try:
-        binding.hold(files_fd)
-    except BaseException:
+        return binding.bind(files_fd, directory)
+    except BaseException as error:
         os.close(files_fd)
-        raise
-    return files_fd
+        if not isinstance(error, StreamdError | OSError):
+            raise
+        log.info("the mount is not warm", reason=str(error))
+        return None
 
 
 class WarmMount:
@@ -110,9 +77,8 @@ class WarmMount:
         cache: NodeCache,
         bind: BindMount,
     ) -> None:
-        self._options = options
-        self._store = store
-        self._pinned = pinned
+        self._holding = Holding(options, store, pinned, bind)
+        self._policy = options.config.policy
         self._control_socket = control_socket
         self._ready = ready
         self._cache = cache
@@ -125,34 +91,12 @@ class WarmMount:
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._end_on_signals, signals)
                 nursery.start_soon(self._control_socket.serve, self)
-                nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._bind.mountpoint)
-                self._ready(self.status())
-                log.info("warm mount is there", mountpoint=self._bind.mountpoint, snapshot=self._options.snapshot_url)
-                await self._until_gone()
+                await self._holding.run(lambda: self._ready(self.status()))
                 nursery.cancel_scope.cancel()
         finally:
             mounting.abort(self._bind.mountpoint, self._bind.device)
-            os.close(self._bind.files_fd)
+            os.close(self._bind.fd)
             self._cache.close()
-        log.info("warm mount ended", mountpoint=self._bind.mountpoint)
-
-    async def _until_gone(self) -> None:
-        """Wait until the kernel's table has the bind no more.
-
-        The table tells of its changes by POLLPRI (proc_pid_mountinfo(5)), which Trio can't wait for; it can wait for
-        an epoll that does. Whoever asks after a change makes the kernel forget it (fs/proc_namespace.c:mounts_poll),
-        the epoll itself among them when it is waited for anew: so it is looked again after a while.
-        """
-        with open(mountinfo.MOUNTINFO, "rb") as table, select.epoll() as changes:
-            changes.register(table, select.EPOLLPRI)
-            while self._is_there():
-                with trio.move_on_after(_TABLE_LOOK_S):
-                    await trio.lowlevel.wait_readable(changes.fileno())
-
-    def _is_there(self) -> bool:
-        """Whether the bind is in the table: numbers of mounts are used again, at once, by whoever mounts next."""
-        entry = mountinfo.with_id(self._bind.mount_id)
-        return entry is not None and entry.device == self._bind.device and binding.is_bind(entry)
 
     async def _end_on_signals(self, signals: AsyncIterator[int]) -> None:
         """Let the first signal wait a while for files to be closed, a second one not; then detach the bind."""
@@ -160,7 +104,7 @@ class WarmMount:
             self.is_interrupted = number == signal.SIGINT
             log.info("ending on a signal", signal=signal.Signals(number).name)
             break
-        with trio.move_on_after(self._options.config.policy.umount_wait_s):
+        with trio.move_on_after(self._policy.umount_wait_s):
             async with trio.open_nursery() as nursery:
                 nursery.start_soon(self._until_released, nursery.cancel_scope)
                 async for _ in signals:
@@ -196,33 +140,8 @@ class WarmMount:
     # What the control socket asks for
 
     def status(self) -> dict[str, object]:
-        """Describe the mount (README: status). It neither fetches nor serves, so those counts are 0."""
-        layout = self._pinned.manifest.table
-        zero_chunks = int((layout.codec == Codec.ZERO).sum())
-        status: dict[str, Any] = {
-            "mountpoint": self._bind.mountpoint,
-            "mode": "warm",
-            "pid": os.getpid(),
-            "snapshot_url": self._options.snapshot_url,
-            "cache_dir": str(self._options.cache_dir),
-            "cache_problem": None,
-            "prefetch": str(self._options.prefetch),
-            "snapshot": self._pinned.manifest.snapshot_id,
-            "digest": self._pinned.digest.hex(),
-            "image_bytes": int(layout.start[-1]),
-            "stored_bytes": int(layout.frame_bytes.sum()),
-            "chunks": len(layout),
-            "zero_chunks": zero_chunks,
-            "cached_chunks": len(layout) - zero_chunks,
-            "is_caching": False,
-            "origin_bytes": 0,
-            "origin_requests": 0,
-            "waiting_chunks": 0,
-            "prefetch_waits_for": None,
-            "failed_reads": 0,
-            "handles": [],
-        }
-        return status
+        """Describe the mount (README: status)."""
+        return self._holding.status()
 
     def fail(self, selector: FailSelector) -> int:
         """Fail nothing: no read waits here. Raises: `NotFound` when a certain file was meant."""

@@ -1,17 +1,22 @@
-"""The process that serves one image, on a mount that is the supervisor's.
+"""The process that serves one image, on a mount that is the supervisor's; or holds it, while it is warm.
 
 What is said on the wire (`wire.py`), all of it in this order:
 
     supervisor → worker  {"do": "serve", …}          an assignment (`Assignment`); with the descriptors [device, INIT,
                                                      snapshot] when it takes over a mount that another one has served
-    worker → supervisor  {"is": "prepared"}          it can serve; with [snapshot], what a next worker needs
+    worker → supervisor  {"is": "prepared"}          it can serve; with [snapshot], what a next worker needs. Or with
+                                                     [snapshot, files]: these are sealed (`holding.py`), bind them
                          {"is": "refused", "error"}  it can't, and ends
     supervisor → worker  {"do": "connect"}           with [device, INIT], when it doesn't take over
+                         {"do": "hold", "bind"}      instead, when it has bound the files; the place in "mountpoint"
     worker → supervisor  {"is": "serving"}
                          {"is": "beat", "status"}    every second: it lives
                          {"is": "ended"}             the connection is over (unmounted, aborted), and so is this process
     supervisor → worker  {"do": "fail", "id", …}     → {"is": "answer", "id", "failed"}
                          {"do": "hand-over"}         end, leaving what waits to the next worker
+
+Of a warm image the device is the files' directory, and INIT empty. A worker asks for the snapshot with its tenant's
+credentials before it looks into the cache, and goes on asking: whoever may not read it gets no warm image either.
 
 A worker whose supervisor has gone serves on: the next supervisor finds the wire in its fd store; without one, the
 worker ends with the mount.
@@ -25,9 +30,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import structlog
@@ -37,15 +42,18 @@ from streamd import config as configuration
 from streamd.config import Config, Prefetch
 from streamd.daemon import allocator, hardening, seccomp
 from streamd.daemon.caching import open_node_cache
+from streamd.daemon.holding import Holding, hold_files
 from streamd.daemon.keepsake import MAX_BYTES, decode_pinned, encode_pinned
 from streamd.daemon.memfds import bytes_of, memfd_of
 from streamd.daemon.options import MountOptions
 from streamd.daemon.relay import error_record, single_error
 from streamd.daemon.serving import Serving
 from streamd.daemon.wire import Wire
-from streamd.errors import NotPermitted, StoreError, StoreErrorKind, StreamdError
+from streamd.errors import NotPermitted, Refused, StoreError, StoreErrorKind, StreamdError
+from streamd.fuse.binding import BindMount
 from streamd.logs import configure
 from streamd.serve.handles import Handle, Opener
+from streamd.serve.node_cache import NodeCache
 from streamd.store.catalog import Pinned, open_snapshot
 from streamd.store.identity import Identity
 from streamd.store.opening import open_store, split_snapshot_url
@@ -66,7 +74,8 @@ class Assignment:
     """What a worker is to serve, as the supervisor says it. `credentials`: as `parse_credentials` takes them.
 
     `config_text` is the configuration as the supervisor found it at its start: a file that somebody has broken since
-    must not keep a worker from taking over.
+    must not keep a worker from taking over. `bind`: the number and the device of the bind that is taken over, None for
+    a mount that is served. `may_be_warm`: sealed files may be given to be bound, else they are served.
     """
 
     image: str
@@ -80,6 +89,8 @@ class Assignment:
     store_timeout_s: float = 60.0
     may_harden: bool = True
     openers: tuple[tuple[int, int, str, str | None], ...] = ()
+    bind: tuple[int, tuple[int, int]] | None = None
+    may_be_warm: bool = True
 
     def message(self) -> dict[str, object]:
         """Give it as a message."""
@@ -117,7 +128,10 @@ class _Worker:
         self._assignment = assignment
         self._config = config
         self._serving: Serving | None = None
+        self._status_of: Callable[[], dict[str, object]] | None = None
         self._connected = trio.Event()
+        self._mountpoint = assignment.mountpoint
+        self._bind = None if assignment.bind is None else _bind_facts(assignment.bind)
         self._identity: Identity | None = None
         self._is_taken_over = False
         self._device_fd = -1
@@ -142,13 +156,13 @@ class _Worker:
         return 0
 
     async def _serve(self, assignment: Assignment, config: Config, fds: list[int]) -> None:
-        is_taken_over = self._is_taken_over = bool(fds)
+        self._is_taken_over = bool(fds)
         store_url, snapshot_id = split_snapshot_url(assignment.snapshot_url)
         source = parse_credentials(assignment.credentials)
         tokens = self._identity = None if source is None else Identity(source)
         store = open_store(store_url, tokens=tokens)
         try:
-            if is_taken_over:
+            if self._is_taken_over:
                 self._device_fd, init_fd, pinned_fd = fds
                 self._init = bytes_of(init_fd)
                 pinned = decode_pinned(bytes_of(pinned_fd, max_bytes=MAX_BYTES))
@@ -166,45 +180,109 @@ class _Worker:
                 prefetch=Prefetch(assignment.prefetch),
                 config=config,
                 store_timeout_s=assignment.store_timeout_s,
-                warm=False,
-                seals=False,
                 tenant=assignment.tenant,
             )
-            await self._run(options, store, pinned, assignment, is_taken_over=is_taken_over)
+            await self._run(options, store, pinned)
         finally:
             store.close()
 
-    async def _run(
-        self, options: MountOptions, store: Store, pinned: Pinned, assignment: Assignment, *, is_taken_over: bool
+    async def _run(self, options: MountOptions, store: Store, pinned: Pinned) -> None:
+        cache, cache_problem = await self._open_cache(options, store, pinned)
+        async with trio.open_nursery() as nursery:
+            if self._identity is not None:
+                nursery.start_soon(self._prove_access, self._identity, store, pinned)
+            files_fd = await self._files_to_hold(cache, pinned)
+            if files_fd is None:
+                await self._serve_requests(options, store, pinned, nursery, cache=cache, cache_problem=cache_problem)
+            else:
+                try:
+                    await self._hold(options, store, pinned, nursery, files_fd, cache_problem=cache_problem)
+                finally:
+                    os.close(files_fd)
+                    if cache is not None:
+                        cache.close()
+            nursery.cancel_scope.cancel()
+
+    async def _open_cache(
+        self, options: MountOptions, store: Store, pinned: Pinned
+    ) -> tuple[NodeCache | None, str | None]:
+        """Open the image's place in the cache.
+
+        Raises: `Refused` when another process has it; but a mount that is taken over goes on without.
+        """
+        try:
+            return await open_node_cache(options, store, pinned)
+        except Refused as error:
+            if not self._is_taken_over:
+                raise
+            log.warning("no cache on disk", reason=str(error))
+            return None, str(error)
+
+    async def _files_to_hold(self, cache: NodeCache | None, pinned: Pinned) -> int | None:
+        """Give the image's files when it is warm, or can be; None when its mount is served."""
+        if self._is_taken_over:  # a seal that is there was made by the worker before, and is good until a byte changes
+            return None if self._bind is None else self._device_fd
+        return None if cache is None else await hold_files(cache, pinned, is_wanted=self._assignment.may_be_warm)
+
+    async def _hold(
+        self,
+        options: MountOptions,
+        store: Store,
+        pinned: Pinned,
+        nursery: trio.Nursery,
+        files_fd: int,
+        *,
+        cache_problem: str | None,
     ) -> None:
-        cache, cache_problem = await open_node_cache(options, store, pinned)
-        openers = {number: Opener(pid, command, container) for number, pid, command, container in assignment.openers}
+        if not self._is_taken_over:
+            self._say_prepared(pinned, files_fd)
+            await self._connected.wait()
+        assert self._bind is not None
+        mount_id, device = self._bind
+        options = replace(options, mountpoint=self._mountpoint)
+        bind = BindMount(files_fd, options.mountpoint, device, mount_id)
+        holding = Holding(options, store, pinned, bind, cache_problem=cache_problem)
+        await holding.run(lambda: self._say_serving(nursery, holding.status))
+
+    async def _serve_requests(
+        self,
+        options: MountOptions,
+        store: Store,
+        pinned: Pinned,
+        nursery: trio.Nursery,
+        *,
+        cache: NodeCache | None,
+        cache_problem: str | None,
+    ) -> None:
+        openers = {
+            number: Opener(pid, command, container) for number, pid, command, container in self._assignment.openers
+        }
         serving = self._serving = Serving(
             options,
             store,
             pinned,
             cache=cache,
             cache_problem=cache_problem,
-            former_openers=openers if is_taken_over else None,
+            former_openers=openers if self._is_taken_over else None,
         )
 
         async def connect() -> tuple[int, bytes]:
-            if not is_taken_over:
-                keepsake = memfd_of(encode_pinned(pinned), "snapshot", max_bytes=MAX_BYTES)
-                self._wire.send_nowait({"is": "prepared"}, [keepsake])
-                os.close(keepsake)
+            if not self._is_taken_over:
+                self._say_prepared(pinned)
             await self._connected.wait()
             return self._device_fd, self._init
 
-        def ready() -> None:
-            self._wire.send_nowait({"is": "serving"})
-            nursery.start_soon(self._beat)
+        await serving.run(connect, lambda: self._say_serving(nursery, serving.status))
 
-        async with trio.open_nursery() as nursery:
-            if self._identity is not None:
-                nursery.start_soon(self._prove_access, self._identity, store, pinned)
-            await serving.run(connect, ready)
-            nursery.cancel_scope.cancel()
+    def _say_prepared(self, pinned: Pinned, *files_fd: int) -> None:
+        keepsake = memfd_of(encode_pinned(pinned), "snapshot", max_bytes=MAX_BYTES)
+        self._wire.send_nowait({"is": "prepared"}, [keepsake, *files_fd])
+        os.close(keepsake)
+
+    def _say_serving(self, nursery: trio.Nursery, status: Callable[[], dict[str, object]]) -> None:
+        self._status_of = status
+        self._wire.send_nowait({"is": "serving"})
+        nursery.start_soon(self._beat)
 
     async def _prove_access(self, identity: Identity, store: Store, pinned: Pinned) -> None:
         """Ask the store again whether this tenant may read the snapshot, whenever the token has become another.
@@ -240,9 +318,11 @@ class _Worker:
             await trio.sleep(BEAT_S)
 
     def _status(self) -> dict[str, object]:
-        assert self._serving is not None
-        status = self._serving.status()
+        assert self._status_of is not None
+        status = self._status_of()
         status.pop("handles", None)  # as many as there may be; below, in short
+        if self._serving is None:
+            return status
         openers = [handle for name in self._serving.image.files for handle in self._serving.image.openers(name)]
         status["openers"] = [
             [h.number, h.file_name, h.opener.pid, h.opener.command, h.opener.container] for h in openers[:_OPENERS_MAX]
@@ -264,6 +344,9 @@ class _Worker:
                     self._device_fd, init_fd = fds
                     self._init = bytes_of(init_fd)
                     os.close(init_fd)
+                    self._connected.set()
+                case "hold":
+                    self._mountpoint, self._bind = str(message["mountpoint"]), _bind_facts(message["bind"])
                     self._connected.set()
                 case "fail":
                     self._fail(message)
@@ -295,3 +378,9 @@ class _Worker:
                 await self._serving.settle()
         sys.stderr.flush()
         os._exit(0)
+
+
+def _bind_facts(told: Sequence[Any]) -> tuple[int, tuple[int, int]]:
+    """Read a bind's number and device from a message."""
+    mount_id, (major, minor) = told
+    return int(mount_id), (int(major), int(minor))

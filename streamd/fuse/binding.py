@@ -16,6 +16,7 @@ from streamd.errors import NotPermitted, StreamdError
 from streamd.fuse import mount_calls, mountinfo
 from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mountinfo import MountEntry
+from streamd.serve import node_cache
 
 _ATTRIBUTES = (
     mount_calls.MOUNT_ATTR_RDONLY
@@ -30,9 +31,9 @@ _ROOT = re.compile(r"(/images/[0-9a-f]{64}|/trash-[0-9a-f]{32})/files(//deleted)
 
 @dataclass(frozen=True, slots=True)
 class BindMount:
-    """A bind of ours. `files_fd` is what it shows, locked; whoever holds this value closes it, after the unmount."""
+    """A bind of ours. `fd` is what it shows, locked; whoever holds this value closes it, after the unmount."""
 
-    files_fd: int
+    fd: int
     mountpoint: str
     device: tuple[int, int]
     mount_id: int
@@ -84,11 +85,4 @@ def bind(files_fd: int, directory: Mountpoint) -> BindMount:
 
 def is_left_behind(mountpoint: str) -> bool:
     """Whether nobody holds what a bind of ours shows. It waits for the disk. Raises: OSError."""
-    fd = os.open(mountpoint, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    finally:
-        os.close(fd)
-    return True
+    return not node_cache.are_files_held(mountpoint)

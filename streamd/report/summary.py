@@ -109,7 +109,11 @@ def headlines(record: Record) -> list[str]:
     """Say the main things, a sentence each."""
     lines = []
     load = figures.loading(record)
-    if load is None:
+    if record.head.facts.get("mode") == "warm":
+        lines.append(
+            "a warm mount: its files are the node cache's own, whose reads bypass streamd and are not recorded"
+        )
+    elif load is None:
         lines.append("pages.img was not read")
     else:
         sent = figures.origin_bytes_between(record, load.began_us, load.ended_us)

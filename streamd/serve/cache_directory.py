@@ -27,7 +27,17 @@ import structlog
 
 from streamd.errors import NotFound, Refused, StreamdError
 from streamd.serve.cache_policy import DiskSpace, Limits, Newcomer, Resident, room_bytes, victims
-from streamd.serve.node_cache import CacheUnusable, NodeCache, is_current, lock_image, open_image, opened, owner_of
+from streamd.serve.node_cache import (
+    FILES,
+    CacheUnusable,
+    NodeCache,
+    are_files_held,
+    is_current,
+    lock_image,
+    open_image,
+    opened,
+    owner_of,
+)
 from streamd.serve.plan import Layout
 from streamd.serve.sealing import NotSealed, is_sealed, seal
 from streamd.snapshot.frames import Decoder
@@ -346,12 +356,18 @@ def _promised(path: Path) -> int:
 
 
 def _remove_if_idle(path: Path) -> bool:
-    """Take an image out of the cache unless a process owns it: by rename, so that nobody sees a half of it."""
+    """Take an image out of the cache unless a process owns it: by rename, so that nobody sees a half of it.
+
+    Or unless its files are mounted: who owned it may have died, and the next one not be there yet (`daemon.life`).
+    """
     try:
         fd = lock_image(path, None)
     except (Refused, CacheUnusable, OSError):
         return False
     try:
+        with suppress(OSError):  # not there, or not to be opened
+            if are_files_held(path / FILES):
+                return False
         path.rename(path.parent.parent / f"trash-{uuid.uuid4().hex}")
     finally:
         os.close(fd)

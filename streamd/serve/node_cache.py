@@ -28,7 +28,7 @@ import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
@@ -42,6 +42,7 @@ from streamd.snapshot.names import IMAGE_FILES
 CACHE_FORMAT = 2
 FILES = "files"
 SEALED = "sealed"
+SEALED_MODE = 0o400
 _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
 # Unlinking a file of 100 GB takes a second or two; below the time after which a write counts as stalled.
@@ -82,6 +83,7 @@ class NodeCache:
         sizes: Sequence[int],
         resident_fd: int,
         bits: bytearray,
+        read_only: Mapping[int, Path],
     ) -> None:
         self.path = path
         self.room_bytes = 0
@@ -94,6 +96,7 @@ class NodeCache:
         self._bits = bits
         self._bits_lock = threading.Lock()
         self._unsynced: set[int] = set()  # descriptors; the writing thread's
+        self._read_only = read_only  # of the files' descriptors, those that can't be written to yet, and their paths
 
     def has(self, chunk: int) -> bool:
         """Whether the chunk's bit is set."""
@@ -184,6 +187,9 @@ class NodeCache:
         """Let nobody mount the files as they are, from before the first of them changes. Raises: OSError."""
         with suppress(FileNotFoundError):
             os.unlink(self.path / SEALED)
+        for fd, path in self._read_only.items():  # two threads at once do it twice, which does nothing more
+            _make_writable(fd, path)
+        self._read_only = {}
 
     def _locate(self, offset: int) -> tuple[int, int]:
         """Say which file holds byte `offset` of the image (its descriptor), and where."""
@@ -227,6 +233,7 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
     opened(path, make=True).close()  # from here on nobody else can change what paths in it lead to
     lock_fd = lock_image(path, owner)
     fds = [lock_fd]
+    read_only: dict[int, Path] = {}
     try:
         sizes = {file.name: file.size for file in files}
         assert tuple(sizes) == IMAGE_FILES  # `decode` saw to it: they become paths here
@@ -238,9 +245,15 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
         directory_fd = os.open(path / FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for name, size in sizes.items():
-                fd = _open_to_write(name, flags, directory_fd)
+                try:
+                    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
+                except PermissionError:  # sealed once, and we own it without capabilities: see `unseal`
+                    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
+                    read_only[fd] = path / FILES / name
                 fds.append(fd)
                 if os.fstat(fd).st_size != size:
+                    if fd in read_only:
+                        _make_writable(fd, read_only.pop(fd))
                     os.ftruncate(fd, size)
         finally:
             os.close(directory_fd)
@@ -255,17 +268,28 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
             os.close(fd)
         raise
     return NodeCache(
-        path, lock_fd=lock_fd, file_fds=fds[1:-1], sizes=list(sizes.values()), resident_fd=resident_fd, bits=bits
+        path,
+        lock_fd=lock_fd,
+        file_fds=fds[1:-1],
+        sizes=list(sizes.values()),
+        resident_fd=resident_fd,
+        bits=bits,
+        read_only=read_only,
     )
 
 
-def _open_to_write(name: str, flags: int, directory_fd: int) -> int:
-    """Open a file of ours, also one that was sealed, by an owner without capabilities; its seal is broken then."""
+def _make_writable(fd: int, path: Path) -> None:
+    """Have a descriptor of a file that was sealed once write, too; this breaks the seal.
+
+    The file's mode is what it was in the end: it keeps holes out (`NodeCache.evict`).
+    """
+    os.chmod(path, 0o600)
     try:
-        return os.open(name, flags, 0o600, dir_fd=directory_fd)
-    except PermissionError:
-        os.chmod(name, 0o600, dir_fd=directory_fd)
-        return os.open(name, flags, 0o600, dir_fd=directory_fd)
+        writing_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    finally:
+        os.chmod(path, SEALED_MODE)
+    os.dup2(writing_fd, fd, inheritable=False)
+    os.close(writing_fd)
 
 
 def is_current(path: Path) -> bool:
@@ -334,6 +358,18 @@ def _is_at(fd: int, path: Path) -> bool:
         return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
     except FileNotFoundError:
         return False
+
+
+def are_files_held(files: str | Path) -> bool:
+    """Whether a process holds a `files` directory, since it is mounted (flock). Waits for the disk. Raises: OSError."""
+    fd = os.open(files, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(fd)
+    return False
 
 
 def owner_of(path: Path) -> str | None:

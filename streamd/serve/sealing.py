@@ -21,20 +21,19 @@ import errno
 import json
 import os
 import stat
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from streamd.errors import StreamdError
-from streamd.serve.node_cache import FILES, SEALED, NodeCache
+from streamd.serve.node_cache import FILES, SEALED, SEALED_MODE, NodeCache
 from streamd.serve.plan import Layout
 from streamd.serve.read_back import damaged_chunks
 from streamd.snapshot.manifest import ImageFile
 
 SEAL_FORMAT = 1
-SEALED_MODE = 0o400
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 _SEAL_MAX_BYTES = 4096
 # The kernel stamps files with a clock that ticks at least every 10 ms (CONFIG_HZ=100); a write within the tick of the
@@ -146,8 +145,7 @@ def seal(cache: NodeCache, files: Sequence[ImageFile], layout: Layout) -> None:
         try:
             _seal_modes(directory_fd, files)
             before = _look(directory_fd, files)
-            with _at_lowest_priority():
-                bad_chunks = damaged_chunks(directory_fd, files, layout)
+            bad_chunks = _at_lowest_priority(lambda: damaged_chunks(directory_fd, files, layout))
             for chunk in bad_chunks:
                 cache.forget(chunk)
             if bad_chunks:
@@ -232,17 +230,25 @@ def _read(path: Path) -> bytes:
         os.close(fd)
 
 
-@contextmanager
-def _at_lowest_priority() -> Iterator[None]:
+def _at_lowest_priority(read_back: Callable[[], list[int]]) -> list[int]:
     """Let everything else on the machine go first, on the CPU and (by that, ioprio_set(2)) at the disk.
 
-    The thread's alone: Linux keeps niceness per thread. Threads are used again, and only root can raise it back.
+    In a thread of its own, since Linux keeps niceness per thread, and to raise it again takes a capability. Nobody
+    waits for it when the process ends.
     """
-    before = os.getpriority(os.PRIO_PROCESS, 0)
-    if os.geteuid() == 0:
-        os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
-    try:
-        yield
-    finally:
-        if os.geteuid() == 0:
-            os.setpriority(os.PRIO_PROCESS, 0, before)
+    answers: list[list[int]] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, _LOWEST_PRIORITY)
+            answers.append(read_back())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="read-back", daemon=True)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return answers[0]

@@ -18,6 +18,7 @@ from streamd.daemon.images import Image
 from streamd.daemon.memfds import bytes_of, memfd_of
 from streamd.daemon.spawning import WorkerProcess
 from streamd.daemon.wire import Wire, wire_pair
+from streamd.fuse.binding import BindMount
 from streamd.fuse.mounting import FuseMount
 
 ID = "0123456789abcdef" * 2
@@ -63,7 +64,9 @@ class Life:
             created_s=12.5,
             restarts=3,
         )
-        self.mount: FuseMount | None = FuseMount(os.open("/dev/null", os.O_RDWR), "/run/streamd/images/x", (0, 77))
+        self.mount: FuseMount | BindMount | None = FuseMount(
+            os.open("/dev/null", os.O_RDWR), "/run/streamd/images/x", (0, 77)
+        )
         self.init = b"\0init\xff"
         self.keepsake_fd = memfd_of(b"pinned")
         self.worker: WorkerProcess | None = None
@@ -128,6 +131,7 @@ def test_a_mount_and_its_living_worker_come_back(store: Store, life: Any) -> Non
         )
         assert (state.credentials, state.device, state.restarts) == ({"token_file": "/var/run/token"}, (0, 77), 3)
         assert state.first_request() == b"\0init\xff"
+        assert kept.mount() == FuseMount(kept.device_fd, "/run/streamd/images/x", (0, 77))
         assert bytes_of(kept.keepsake_fd) == b"pinned"
         assert kept.worker is not None
         assert kept.worker.pid == process.pid
@@ -135,6 +139,20 @@ def test_a_mount_and_its_living_worker_come_back(store: Store, life: Any) -> Non
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_bind_comes_back_with_what_it_shows(store: Store, life: Any) -> None:
+    os.close(life.mount.fd)
+    life.mount = BindMount(os.open("/", os.O_RDONLY), "/run/streamd/images/x", (8, 1), 4711)
+    life.init = b""
+    keeper(store).keep_mount(life)
+    [kept] = keeper(store).take()
+    mount = kept.mount()
+    assert isinstance(mount, BindMount)
+    assert (mount.mountpoint, mount.device, mount.mount_id) == ("/run/streamd/images/x", (8, 1), 4711)
+    assert os.path.samestat(os.fstat(mount.fd), os.stat("/"))
+    assert kept.state.first_request() == b""
+    close(kept)
 
 
 def test_a_worker_that_has_died_meanwhile_does_not_come_back_and_its_mount_does(store: Store, life: Any) -> None:

@@ -67,6 +67,15 @@ def test_an_image_that_nobody_uses_goes_after_the_grace_and_at_once_when_it_was_
     assert image.is_idle(100.0, grace_s=GRACE_S)
 
 
+def test_a_warm_image_is_idle_as_one_that_is_served() -> None:
+    image = make(ImageStateName.WARM)
+    assert not image.is_idle(200.0, grace_s=0.0), "it is not what it says"
+    image.is_warm = True
+    assert image.mounted_state is ImageStateName.WARM
+    assert not image.is_idle(100.0, grace_s=GRACE_S)
+    assert image.is_idle(160.0, grace_s=GRACE_S)
+
+
 def test_a_lease_or_an_open_file_begins_the_grace_anew() -> None:
     for use in ("lease", "opener"):
         image = make()

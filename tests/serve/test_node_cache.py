@@ -1,6 +1,7 @@
 """The cache directory has what it says it has, through restarts, damage, limits and other processes."""
 
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -293,6 +294,22 @@ def test_a_pinned_image_stays_until_it_is_unpinned(manifest: bytes, layout: Layo
     cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=limit)
     assert keys(place) == {cache.path.name}
     cache.close()
+
+
+def test_an_image_whose_files_are_mounted_stays_though_nobody_owns_it(
+    manifest: bytes, layout: Layout, tmp_path: Path
+) -> None:
+    place = tmp_path / "c"
+    place.mkdir(mode=0o700)
+    files_fd = os.open(plant(place, "mounted") / "files", os.O_RDONLY)
+    fcntl.flock(files_fd, fcntl.LOCK_SH)
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=stored_bytes(layout))
+    assert keys(place) == {"mounted", cache.path.name}
+    cache.close()
+    assert [image.key for image in clear_images(place)[1]] == ["mounted"]
+    os.close(files_fd)
+    open_cache(place, manifest, layout, source="s", owner="a", max_bytes=stored_bytes(layout)).close()
+    assert keys(place) == {cache.path.name}
 
 
 @pytest.mark.parametrize("key", ["../images", "", "a/b", "\0", "ab" * 31])

@@ -1,6 +1,8 @@
 """A seal is good exactly as long as the files are what was read back from the disk, in the same boot."""
 
 import os
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,9 +18,9 @@ from bench.images import make_image
 from streamd.save.push import PushOptions, push
 from streamd.serve import sealing
 from streamd.serve.cache_directory import open_cache
-from streamd.serve.node_cache import FILES, SEALED, NodeCache
+from streamd.serve.node_cache import FILES, SEALED, SEALED_MODE, NodeCache
 from streamd.serve.plan import Layout
-from streamd.serve.sealing import SEALED_MODE, FileFacts, NotSealed, Seal
+from streamd.serve.sealing import FileFacts, NotSealed, Seal
 from streamd.snapshot.manifest import ImageFile
 from streamd.snapshot.names import IMAGE_FILES, PAGES
 from streamd.store.catalog import Pinned, open_snapshot
@@ -281,6 +283,58 @@ def test_sealing_leaves_its_thread_as_urgent_as_it_was(cache: NodeCache, snapsho
     thread.start()
     thread.join()
     assert after == [5]
+
+
+WITHOUT_CAPABILITIES = """
+import errno, sys
+from pathlib import Path
+from streamd.daemon import hardening
+from streamd.serve.node_cache import open_image
+from streamd.serve.plan import Layout
+from streamd.serve.sealing import is_sealed, seal
+from streamd.snapshot.manifest import decode
+path = Path(sys.argv[1])
+data = (path / "manifest").read_bytes()
+manifest = decode(data)
+layout = Layout(manifest.table)
+hardening.drop_capabilities()
+cache = open_image(path, data, manifest.files, layout, owner="a worker")
+assert is_sealed(cache, manifest.files)
+content = cache.read(layout.length[0], 0)
+cache.write(content, 0)
+cache.confirm([0])
+assert not is_sealed(cache, manifest.files)
+assert cache.read(layout.length[0], 0) == content
+try:
+    cache.evict(0, 0, layout.length[0])
+except OSError as error:
+    assert error.errno == errno.ENOSPC
+else:
+    raise AssertionError("a hole in a file that may be open")
+seal(cache, manifest.files, layout)
+assert is_sealed(cache, manifest.files)
+"""
+
+
+def test_an_owner_without_capabilities_breaks_a_seal_only_by_what_it_writes_and_can_seal(
+    snapshot: Snapshot, tmp_path: Path
+) -> None:
+    """As the daemon's workers are: what is sealed may not be opened for writing then."""
+    cache = open_cache(
+        tmp_path / "cache", snapshot.pinned.data, snapshot.layout, source="s", owner="test", max_bytes=None
+    )
+    fill(cache, snapshot)
+    seal(cache, snapshot)
+    cache.close()
+    result = subprocess.run(
+        [sys.executable, "-c", WITHOUT_CAPABILITIES, cache.path],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        env=os.environ | {"OPENBLAS_NUM_THREADS": "1"},  # they are dropped while there is one thread
+    )
+    assert result.returncode == 0, result.stderr
+    assert modes(cache) == {SEALED_MODE}
 
 
 facts = st.builds(FileFacts, *(st.integers(0, 1 << 62) for _ in range(4)))

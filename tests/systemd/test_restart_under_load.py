@@ -53,7 +53,7 @@ class Node:
     def __init__(self, machine: Machine, pages: Path, url: str) -> None:
         self.machine = machine
         self._pages = pages
-        self._url = url
+        self.url = url
         # Short names: the socket's path is bounded.
         self._run_directory = machine.place / "r"
         self.client = DaemonClient(self._run_directory)
@@ -117,7 +117,7 @@ class Node:
 
     def load(self, tenant: str) -> _Loading:
         """Have the snapshot served to a tenant, and start to read it."""
-        image_id = str(self.client.request_image(self._url + _SLOW, tenant=tenant, prefetch="none")["id"])
+        image_id = str(self.client.request_image(self.url + _SLOW, tenant=tenant, prefetch="none")["id"])
         state: dict[str, Any] = self.client.image(image_id, wait_s=_LIMIT_S)
         assert state["state"] == "serving", f"{state}\n{self.log()}"
         name = f"reader-{tenant}"
@@ -174,6 +174,23 @@ class Node:
         wait_until(are_there, f"the next workers: {self.log()}", _LIMIT_S)
         return self.workers(loadings)
 
+    def warm(self) -> str:
+        """Have the snapshot brought to the node as a whole, and bound; give the image's id."""
+        first = str(self.client.request_image(self.url, prefetch="all")["id"])
+        assert self.client.image(first, wait_s=_LIMIT_S)["state"] == "serving", self.log()
+        wait_until(
+            lambda: bool(list(self.machine.place.glob("c/images/*/sealed"))), f"the seal: {self.log()}", _LIMIT_S
+        )
+        self.client.release(first)
+        wait_until(lambda: self.image(first)["state"] == "gone", f"its end: {self.log()}")
+        self.client.request_image(self.url)
+        assert self.client.image(first, wait_s=_LIMIT_S)["state"] == "warm", self.log()
+        return first
+
+    def reads_right(self, image_id: str) -> bool:
+        """Whether pages.img of an image has the right bytes, inside the machine."""
+        return self.machine.run("cmp", f"{self.image(image_id)['mountpoint']}/pages.img", str(self._pages)) == ""
+
     def release(self, loading: _Loading) -> None:
         """Release an image that nobody has open any more."""
         wait_until(lambda: not self.image(loading.image_id)["openers"], f"no opener: {self.log()}")
@@ -229,6 +246,40 @@ def test_readers_notice_nothing_of_what_happens_to_the_supervisor(
         node.release(loading)
     wait_until(lambda: not node.mounts(), f"the end of the mounts: {node.log()}")
     wait_until(lambda: node.machine.show(_UNIT, "NFileDescriptorStore") == "0", "an empty fd store")
+
+
+@pytest.mark.parametrize(
+    ("happen", "keeps_worker"),
+    [(Node.restart, True), (Node.kill, True), (Node.upgrade, False), (Node.kill_all, False)],
+    ids=["restart", "kill", "upgrade", "kill-all"],
+)
+def test_a_warm_image_outlives_what_happens_to_the_supervisor(
+    node: Node, happen: Callable[[Node], None], keeps_worker: bool
+) -> None:
+    image_id = node.warm()
+    mounts, workers = node.mounts(), [node.image(image_id)["worker_pid"]]
+    assert [mount.filesystem == mounting.FILESYSTEM for mount in mounts] == [False]
+    started_s = node.next_life(0.0)["started_s"]
+
+    def is_held() -> bool:
+        worker = node.image(image_id)["worker_pid"]
+        return worker == workers[-1] if keeps_worker else worker not in (None, *workers)
+
+    for _ in range(2):
+        happen(node)
+        started_s = node.next_life(started_s)["started_s"]
+        assert node.mounts() == mounts, node.log()
+        assert node.reads_right(image_id)
+        assert node.image(image_id)["state"] == "warm"
+        wait_until(is_held, f"its worker: {node.log()}")
+        workers.append(node.image(image_id)["worker_pid"])
+    assert "Traceback" not in node.log()
+    node.client.release(image_id)
+    wait_until(lambda: not node.mounts(), f"the end of the mount: {node.log()}")
+    wait_until(lambda: node.machine.show(_UNIT, "NFileDescriptorStore") == "0", "an empty fd store")
+    # It was never let go of while it was bound: it is whole, and sealed.
+    node.client.request_image(node.url)
+    assert node.client.image(image_id, wait_s=_LIMIT_S)["state"] == "warm", node.log()
 
 
 def test_a_restart_of_the_same_version_after_an_upgrade_replaces_nobody(node: Node) -> None:

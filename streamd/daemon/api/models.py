@@ -47,7 +47,7 @@ class ImageStateName(StrEnum):
 
     PREPARING = "preparing"  # its worker starts; nothing is mounted yet
     SERVING = "serving"
-    WARM = "warm"  # a bind of the node cache's sealed files, no worker
+    WARM = "warm"  # a bind of the node cache's sealed files; its worker serves nothing
     DRAINING = "draining"  # ends as soon as nobody has it open
     FAILED = "failed"  # `last_error` says why; a new request tries again
     GONE = "gone"
