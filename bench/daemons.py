@@ -283,13 +283,18 @@ class Daemon:
 
     # What is asked of it
 
-    def request(self, url: str, *, tenant: str = "", prefetch: str = "none") -> ServedImage:
+    def request(
+        self, url: str, *, tenant: str = "", prefetch: str = "none", credentials: Mapping[str, object] | None = None
+    ) -> ServedImage:
         """Ask for an image, and don't wait for it."""
-        return ServedImage(self, str(self.client.request_image(url, tenant=tenant, prefetch=prefetch)["id"]))
+        state = self.client.request_image(url, tenant=tenant, prefetch=prefetch, credentials=credentials)
+        return ServedImage(self, str(state["id"]))
 
-    def image(self, url: str, *, tenant: str = "", prefetch: str = "none") -> ServedImage:
+    def image(
+        self, url: str, *, tenant: str = "", prefetch: str = "none", credentials: Mapping[str, object] | None = None
+    ) -> ServedImage:
         """Ask for an image and wait until it is served. Raises: `RuntimeError` with the log, `TimeoutError`."""
-        image = self.request(url, tenant=tenant, prefetch=prefetch)
+        image = self.request(url, tenant=tenant, prefetch=prefetch, credentials=credentials)
         image.until_served()
         return image
 

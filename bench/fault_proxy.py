@@ -81,7 +81,8 @@ Action: TypeAlias = Status | Cut | Extra | Flip | Delay | Hang
 
 @dataclass(slots=True, eq=False)
 class Rule:
-    """`action` for requests whose object name (the path, unquoted) matches the shell pattern `name`.
+    """`action` for requests whose object name (the path, unquoted) matches the shell pattern `name`; with a `token`,
+    only for those that are signed with it.
 
     It starts with the `nth` such request (0 is the next one) and is used up after `times` (None: never). Only reads of
     objects are meant, unless `reads_only` is false: then every request is. `skipped` and `fired` count.
@@ -92,6 +93,7 @@ class Rule:
     nth: int = 0
     times: int | None = 1
     reads_only: bool = True
+    token: str | None = None
     skipped: int = 0
     fired: int = 0
     removed: threading.Event = field(default_factory=threading.Event)
@@ -194,7 +196,7 @@ class FaultProxy:
                 self._connections.discard(connection)
             connection.close()
 
-    def note(self, method: str, path: str) -> tuple[bool, Rule | None]:
+    def note(self, method: str, path: str, authorization: str = "") -> tuple[bool, Rule | None]:
         """Count a request; say whether it is a read, and which rule it has to obey."""
         is_read = _is_read(method, path)
         name = urllib.parse.unquote(urllib.parse.urlsplit(path).path)
@@ -203,6 +205,8 @@ class FaultProxy:
             self.reads += is_read
             for rule in self._rules:
                 if (rule.reads_only and not is_read) or not fnmatch.fnmatchcase(name, rule.name):
+                    continue
+                if rule.token is not None and authorization != f"Bearer {rule.token}":
                     continue
                 if rule.skipped < rule.nth:
                     rule.skipped += 1
@@ -251,7 +255,7 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _pass_on(self) -> None:
         proxy = self.server
         body = self.rfile.read(int(self.headers.get("Content-Length", "0")))
-        is_read, rule = proxy.note(self.command, self.path)
+        is_read, rule = proxy.note(self.command, self.path, self.headers.get("Authorization", ""))
         action = rule.action if rule else None
         match action:
             case Status(code, text):

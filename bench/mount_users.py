@@ -14,6 +14,8 @@ from pathlib import Path
 
 from bench.mounts import LIMIT_S
 
+# What the kernel gives a read whose connection is ended under it: our EIO, or the end itself.
+GONE = frozenset({"EIO", "ECONNABORTED", "ENOTCONN"})
 # A pause begins with the last read that ended before a kill, or with a reply that was under way.
 _PAUSE_BEGINS_WITHIN_S = 0.05
 

@@ -8,6 +8,7 @@ its old one is removed, `fd_store.py`). One descriptor a name: systemd gives sev
     ID.snapshot.N  a memfd with the pinned snapshot (`keepsake.py`)
     ID.wire.N      the way to the worker
     ID.process.N   the worker's process (a pidfd)
+    node.notes     a memfd of what isn't an image's (`notes.py`)
 
 An image of which only a part came back is not lost: without its worker's two, the worker is found gone or made so,
 and replaced. Without one of the first three nothing can be done; its worker serves on until the mount ends.
@@ -29,6 +30,7 @@ import structlog
 from streamd.daemon.fd_store import FdStore, FdStoreError
 from streamd.daemon.life import REAP_S, Life
 from streamd.daemon.memfds import BadMemfd, bytes_of, memfd_of
+from streamd.daemon.notes import Notes
 from streamd.daemon.spawning import WorkerProcess
 from streamd.daemon.wire import Wire
 from streamd.fuse.binding import BindMount
@@ -37,6 +39,7 @@ from streamd.fuse.mounting import FuseMount
 log = structlog.get_logger()
 
 _NAME = re.compile(r"([0-9a-f]{32})\.(device|state|snapshot|wire|process)\.(\d{1,9})", re.ASCII)
+_NOTES = "node.notes"
 _OF_MOUNT = ("device", "state", "snapshot")
 _OF_WORKER = ("wire", "process")
 
@@ -100,6 +103,7 @@ class FdKeeper:
         self._version = version
         self._names: dict[str, dict[str, str]] = {}
         self._numbers = 0
+        self._notes_fd: int | None = None
 
     @property
     def is_there(self) -> bool:
@@ -168,6 +172,9 @@ class FdKeeper:
         """Give what the last supervisor has left; what makes no sense is removed, logged."""
         found: dict[str, dict[str, _Stored]] = {}
         for name, fds in self._store.take().items():
+            if name == _NOTES and len(fds) == 1:
+                self._notes_fd = fds[0]
+                continue
             match = _NAME.fullmatch(name)
             if match is None or len(fds) != 1:
                 self._drop(name, fds)
@@ -183,6 +190,23 @@ class FdKeeper:
                 self._drop(other.name, [other.fd])
             parts[part] = _Stored(number, name, fds[0])
         return [kept for image_id, parts in found.items() if (kept := self._kept(image_id, parts)) is not None]
+
+    def open_notes(self) -> Notes | None:
+        """Give the notes of the last supervisor, or new ones; after `take`. None without a store. Raises: `OSError`."""
+        if not self.is_there:
+            return None
+        if self._notes_fd is not None:
+            try:
+                return Notes(self._notes_fd)
+            except BadMemfd as error:
+                log.warning("what the last supervisor has noted is lost", reason=str(error))
+                self._drop(_NOTES, [self._notes_fd])
+        notes = Notes.make()
+        try:
+            self._store.store(_NOTES, [notes.fd])
+        except (FdStoreError, OSError) as error:
+            log.warning("a restart would forget a drain, and request ids", reason=str(error))
+        return notes
 
     def _kept(self, image_id: str, parts: dict[str, _Stored]) -> Kept | None:
         state = self._state(parts["state"].fd) if all(part in parts for part in _OF_MOUNT) else None

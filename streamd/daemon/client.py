@@ -197,6 +197,10 @@ class DaemonClient:
         """Let it take no new images."""
         self._ask("POST", "/v1/drain")
 
+    def end_drain(self) -> None:
+        """Let it take new images again."""
+        self._ask("DELETE", "/v1/drain")
+
     def is_draining(self) -> bool:
         """Whether it takes no new images."""
         return self._ask("GET", "/v1/drain").get("is_draining") is True

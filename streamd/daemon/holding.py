@@ -107,14 +107,9 @@ class Holding:
         """
         with open(mountinfo.MOUNTINFO, "rb") as table, select.epoll() as changes:
             changes.register(table, select.EPOLLPRI)
-            while self._is_there():
+            while binding.is_there(self._bind):
                 with trio.move_on_after(_TABLE_LOOK_S):
                     await trio.lowlevel.wait_readable(changes.fileno())
-
-    def _is_there(self) -> bool:
-        """Whether the bind is in the table: numbers of mounts are used again, at once, by whoever mounts next."""
-        entry = mountinfo.with_id(self._bind.mount_id)
-        return entry is not None and entry.device == self._bind.device and binding.is_bind(entry)
 
     def status(self) -> dict[str, object]:
         """Describe the mount (README: status). It neither fetches nor serves, so those counts are 0."""

@@ -14,6 +14,7 @@ from streamd.daemon.api.models import (
     CredentialsKind,
     ErrorFacts,
     FaultWaits,
+    ImageRequest,
     ImageState,
     ImageStateName,
     Lease,
@@ -70,6 +71,10 @@ class Image:
     deaths: Deaths = field(default_factory=Deaths)
     ends_when_unused: bool = False
     idle_since_s: float | None = None
+    # Its mount is being taken away. Who asks for it now gets the next one (`wanted`), which begins once this is gone.
+    is_ending: bool = False
+    is_unmounted: bool = False  # the kernel has agreed
+    wanted: ImageRequest | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     # Who had which handle open, for the next worker: it learns of a handle only by what is asked of it.
     known_openers: dict[int, Opener] = field(default_factory=dict)
@@ -93,6 +98,24 @@ class Image:
         Who has files of a warm image open only the kernel knows, which then refuses to unmount it.
         """
         return bool(self.leases or self.openers)
+
+    def want_next(self, request: ImageRequest) -> None:
+        """Note that it was asked for while it ends. Leases of before end with it, later ones are the next one's."""
+        if self.wanted is None:
+            self.wanted = request
+            self.leases.clear()
+        self.state = ImageStateName.PREPARING
+
+    def stay(self) -> bool:
+        """Go on, since the kernel has said no to the unmount: somebody uses it. Tells whether it was asked for."""
+        self.is_ending = False
+        self.idle_since_s = None
+        if self.wanted is None:
+            return False
+        self.wanted = None
+        self.ends_when_unused = False
+        self.state = self.mounted_state
+        return True
 
     def take_status(self, status: Mapping[str, Any]) -> None:
         """Take what a worker says of itself."""
@@ -146,13 +169,18 @@ class Image:
         total_bytes = int(self.status.get("image_bytes", 0))
         # Chunks are of one size but for the last of each file.
         share = (int(self.status.get("cached_chunks", 0)) + zeros) / chunks if chunks else 0.0
-        is_mounted = self.state in (ImageStateName.SERVING, ImageStateName.WARM, ImageStateName.DRAINING)
+        state = ImageStateName.DRAINING if self.is_unmounted and self.state is self.mounted_state else self.state
+        is_mounted = not self.is_unmounted and state in (
+            ImageStateName.SERVING,
+            ImageStateName.WARM,
+            ImageStateName.DRAINING,
+        )
         kind = CredentialsKind.DEFAULT if not self.credentials else CredentialsKind(next(iter(self.credentials)))
         return ImageState(
             id=self.id,
             snapshot_url=self.snapshot_url,
             tenant=self.tenant,
-            state=self.state,
+            state=state,
             created_s=self.created_s,
             prefetch=self.prefetch,
             credentials=kind,

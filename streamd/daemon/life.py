@@ -22,7 +22,7 @@ import signal
 import struct
 import time
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
 from pathlib import Path
@@ -57,6 +57,9 @@ _SERVING_S = 30.0
 _PREPARE_S = 30.0
 _INIT_S = 10.0
 _IDLE_LOOK_S = 0.5
+# From the unmount to the end of a worker, with what it has for the disk and the store. One whose connection couldn't be
+# ended, and lives on with copies of the mount in other mount namespaces, doesn't end by itself.
+_END_S = 10.0
 _ANSWER_S = 5.0
 _MOUNTPOINTS_MAX = 8
 _INIT_BYTES = (1 << 20) + 8192
@@ -147,6 +150,7 @@ class Life:
                     raise WorkerLost("it was released before it was mounted")
                 self._preparing = None
             else:
+                image.is_ending = not await trio.to_thread.run_sync(self._is_mounted, self.mount)
                 if self.worker is None:
                     await self._take_over()
                 else:
@@ -236,6 +240,12 @@ class Life:
                     return mount(directory)
         raise Refused(f"{base} and all places beside it are used by workers of former lives")
 
+    @staticmethod
+    def _is_mounted(mount: FuseMount | BindMount) -> bool:
+        if isinstance(mount, BindMount):
+            return binding.is_there(mount)
+        return any(entry.device == mount.device for entry in mountinfo.read())
+
     async def _first_request(self, device_fd: int) -> bytes:
         """Read the kernel's INIT, which comes once."""
         os.set_blocking(device_fd, False)
@@ -294,7 +304,7 @@ class Life:
         while True:
             pid = self.image.worker_pid
             ending = await self._watch()
-            if ending is Ending.OVER:
+            if ending is Ending.OVER or self.image.is_unmounted:
                 return
             if self._is_handing_over:
                 self._is_handing_over = False
@@ -321,6 +331,7 @@ class Life:
                 os.close(fd)
             match message.get("is"):
                 case "ended":
+                    self.image.is_ending = True
                     await self._bury()
                     return Ending.OVER
                 case "refused":
@@ -417,30 +428,42 @@ class Life:
 
     async def _unmount(self) -> None:
         """Unmount if the kernel agrees; the worker then finds its connection ended, or its bind gone."""
-        mount = self.mount
+        image, mount = self.image, self.mount
         assert mount is not None
+        image.is_ending = True  # from before the kernel is asked: who asks for it meanwhile must not get what goes away
         try:
-            await trio.to_thread.run_sync(mounting.unmount, mount.mountpoint, mount.device)
-            if isinstance(mount, FuseMount):
-                await trio.to_thread.run_sync(mounting.abort_connection, mount.connection_id)
-        except Refused:  # opened in this moment, or a working directory
-            self.image.idle_since_s = None
+            await trio.to_thread.run_sync(self._take_away, mount)
         except (StreamdError, OSError) as error:
-            log.warning("an image that nobody uses can't be unmounted", image=self.image.id, reason=str(error))
-            self.image.idle_since_s = None
+            if not isinstance(error, Refused):  # opened in this moment, or a working directory
+                log.warning("an image that nobody uses can't be unmounted", image=image.id, reason=str(error))
+            if image.stay():
+                self._tell("image-serving", mountpoint=mount.mountpoint)
+            return
+        image.is_unmounted = True
+        await trio.sleep(_END_S)
+        if self.worker is not None:
+            log.warning("a worker is killed whose mount is gone", image=image.id, pid=self.worker.pid)
+            self.worker.signal(signal.SIGKILL)
+
+    @staticmethod
+    def _take_away(mount: FuseMount | BindMount) -> None:
+        ending = mounting.ending_connection(mount) if isinstance(mount, FuseMount) else nullcontext()
+        with ending, suppress(NotFound):  # somebody else has taken it away
+            mounting.unmount(mount.mountpoint, mount.device)
 
     async def abort(self) -> None:
         """End the connection, whoever waits for it; and an image that isn't mounted yet."""
+        self.image.is_ending = True
         if self._preparing is not None:
             self._preparing.cancel()
         if self.mount is not None:
-            await trio.to_thread.run_sync(mounting.abort, self.mount.mountpoint, self.mount.device)
+            try:
+                await trio.to_thread.run_sync(mounting.abort, self.mount.mountpoint, self.mount.device)
+            except (StreamdError, OSError) as error:
+                log.warning("a mount is left behind", image=self.image.id, reason=str(error))
 
     async def _clean_up(self) -> None:
-        try:
-            await self.abort()
-        except (StreamdError, OSError) as error:
-            log.warning("a mount is left behind", image=self.image.id, reason=str(error))
+        await self.abort()
         if self.worker is not None:
             await self._bury()
         self._keeper.forget(self)

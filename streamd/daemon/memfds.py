@@ -23,17 +23,22 @@ class BadMemfd(StreamdError):
     kind = "bad-memfd"
 
 
+def new_memfd(name: str) -> int:
+    """Give an empty memfd that can be sealed. Raises: `OSError`."""
+    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+    try:
+        return os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
+    except OSError as error:
+        if error.errno != errno.EINVAL:
+            raise
+        return os.memfd_create(name, flags)
+
+
 def memfd_of(data: bytes, name: str = "streamd", *, max_bytes: int = MEMFD_MAX_BYTES) -> int:
     """Give a new sealed memfd with these bytes; `name` shows in /proc/PID/fd. Raises: `OSError`, `ValueError`."""
     if len(data) > max_bytes:
         raise ValueError(f"{len(data)} bytes are too many for a memfd (at most {max_bytes})")
-    flags = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
-    try:
-        fd = os.memfd_create(name, flags | _MFD_NOEXEC_SEAL)
-    except OSError as error:
-        if error.errno != errno.EINVAL:
-            raise
-        fd = os.memfd_create(name, flags)
+    fd = new_memfd(name)
     try:
         rest = memoryview(data)
         while rest:

@@ -20,7 +20,7 @@ from streamd.daemon.options import MountOptions
 from streamd.daemon.serving import Serving
 from streamd.daemon.sockets import is_served, socket_path
 from streamd.daemon.warm import WarmMount, bind_sealed
-from streamd.errors import NotFound, Refused, StreamdError
+from streamd.errors import NotFound, Refused
 from streamd.fuse import mounting
 from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mounting import FuseMount
@@ -176,19 +176,13 @@ class _Mount:
         A mount namespace that was made meanwhile holds a copy of the mount (a sandbox with a writable rootfs does, for
         as long as it lives), and with it the connection.
         """
-        mounting.unmount(self._mount.mountpoint, self._mount.device)
-        self._end_connection()
+        with mounting.ending_connection(self._mount):
+            mounting.unmount(self._mount.mountpoint, self._mount.device)
 
     def _take_away(self) -> None:
         """Abort the connection and take the mount away, in a thread, also when it was detached by somebody else."""
-        mounting.abort(self._mount.mountpoint, self._mount.device)
-        self._end_connection()
-
-    def _end_connection(self) -> None:
-        try:
-            mounting.abort_connection(self._mount.connection_id)
-        except StreamdError as error:
-            log.warning("the connection lives on in other mount namespaces", reason=str(error))
+        with mounting.ending_connection(self._mount):
+            mounting.abort(self._mount.mountpoint, self._mount.device)
 
     async def _abort(self) -> None:
         self._image.fail(_every, "the mount is going away")

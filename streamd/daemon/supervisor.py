@@ -28,7 +28,6 @@ from streamd.daemon.api.events import EventLog
 from streamd.daemon.api.limits import Limits
 from streamd.daemon.api.metrics import ApiCounts
 from streamd.daemon.api.models import (
-    CachedImage,
     CacheState,
     FailRequest,
     Health,
@@ -45,13 +44,14 @@ from streamd.daemon.api.server import Allowed, serve
 from streamd.daemon.fd_store import FdStore
 from streamd.daemon.images import Image, image_id
 from streamd.daemon.life import Life
+from streamd.daemon.node_disk import cache_state, newest_records
+from streamd.daemon.notes import NodeMemory
 from streamd.daemon.service_manager import ManagerEnvironment, Notifier, NotifyChannel
 from streamd.daemon.sockets import BoundSocket, api_socket_path
 from streamd.daemon.spawning import Spawner
 from streamd.daemon.unit_check import Finding, UnitFacts, findings
 from streamd.errors import NotFound, Refused, StreamdError
 from streamd.fuse import mountinfo, mounting
-from streamd.serve.cache_directory import list_images
 from streamd.store.opening import split_snapshot_url
 
 log = structlog.get_logger()
@@ -92,7 +92,7 @@ class Supervisor:
         may_harden: bool = True,
     ) -> None:
         self.events = EventLog()
-        self.is_draining = False
+        self.memory = NodeMemory(kept_requests=Limits().request_ids)
         self._config = config
         self._config_text = config_text
         self._keeper = keeper
@@ -115,6 +115,7 @@ class Supervisor:
                 self._nursery.start_soon(self._spawner.keep)
                 for kept in self._keeper.take():
                     self._adopt(kept)
+                self.memory.recall(self._keeper.open_notes(), self._images)
                 await trio.to_thread.run_sync(self._clean_up_strays)
                 task_status.started()
                 while True:
@@ -126,9 +127,10 @@ class Supervisor:
 
     async def end(self) -> None:
         """End all images: those in use once their files are closed, or after a while."""
-        self.is_draining = True
+        self.memory.drain(is_on=True)
         for image in list(self._images.values()):
             image.ends_when_unused = True
+            image.wanted = None
             image.leases.clear()
         with trio.move_on_after(self._config.policy.umount_wait_s):
             while self._lives:
@@ -138,6 +140,11 @@ class Supervisor:
         with trio.move_on_after(self._config.policy.umount_wait_s):
             while self._lives:
                 await trio.sleep(0.05)
+
+    @property
+    def is_draining(self) -> bool:
+        """Whether new images are refused."""
+        return self.memory.is_draining
 
     def summary(self) -> str:
         """Say in a line what is going on."""
@@ -209,23 +216,12 @@ class Supervisor:
         if image.state is ImageStateName.GONE and self._images.get(image.id) is image:
             del self._images[image.id]
             self._ended = [*self._ended, image.describe()][-_ENDED_MAX:]
+        if image.wanted is not None:
+            self._prepare(image.wanted, image.leases)
 
-    # What the API asks (`api.port.Node`)
-
-    def request_image(self, request: ImageRequest) -> ImageState:
-        """Give the image of this snapshot and tenant, and begin to prepare it when there is none, or a failed one."""
+    def _prepare(self, request: ImageRequest, leases: dict[str, Lease]) -> Image:
+        """Begin an image, with leases that were taken of it before."""
         number = image_id(request.snapshot_url, request.tenant)
-        known = self._images.get(number)
-        if known is not None and (known.is_live or number in self._lives):
-            known.ends_when_unused = False
-            if known.state is ImageStateName.DRAINING:
-                known.state = known.mounted_state
-            known.idle_since_s = None
-            return known.describe()
-        if self.is_draining:
-            raise Draining
-        self._check_limits()
-        split_snapshot_url(request.snapshot_url)
         image = Image(
             id=number,
             snapshot_url=request.snapshot_url,
@@ -234,9 +230,34 @@ class Supervisor:
             credentials=None if request.credentials is None else msgspec.to_builtins(request.credentials),
             mountpoint=str(images_directory(self._config) / number),
             created_s=round(time.time(), 3),
+            leases=leases,
         )
         self._begin(image, self._life(image))
-        self.events.publish("image-requested", image=image.id, snapshot_url=request.snapshot_url)
+        return image
+
+    # What the API asks (`api.port.Node`)
+
+    def request_image(self, request: ImageRequest) -> ImageState:
+        """Give the image of this snapshot and tenant, and begin to prepare it when there is none, or a failed one."""
+        number = image_id(request.snapshot_url, request.tenant)
+        known = self._images.get(number)
+        is_here = known is not None and (known.is_live or number in self._lives)
+        if known is not None and is_here and not known.is_ending:
+            known.ends_when_unused = False
+            if known.state is ImageStateName.DRAINING:
+                known.state = known.mounted_state
+            known.idle_since_s = None
+            return known.describe()
+        if self.is_draining:
+            raise Draining
+        if known is not None and is_here:
+            image = known
+            image.want_next(request)
+        else:
+            self._check_limits()
+            split_snapshot_url(request.snapshot_url)
+            image = self._prepare(request, {})
+        self.events.publish("image-requested", image=number, snapshot_url=request.snapshot_url)
         return image.describe()
 
     def _check_limits(self) -> None:
@@ -282,10 +303,12 @@ class Supervisor:
             del self._images[image_id]  # failed: nothing is left of it
             return image.describe()
         image.ends_when_unused = True
-        if image.state is image.mounted_state:
+        if image.state is image.mounted_state or image.wanted is not None:
             image.state = ImageStateName.DRAINING
+        image.wanted = None
         if force:
             image.leases.clear()
+            image.is_ending = True
             assert self._nursery is not None
             self._nursery.start_soon(self._lives[image_id].abort)
         self.events.publish("image-released", image=image_id, force=force)
@@ -304,8 +327,9 @@ class Supervisor:
     def add_lease(self, image_id: str, request: LeaseRequest, *, pid: int) -> Lease:
         """Note that somebody uses an image. Raises: `NotFound`, `Refused` when it ends."""
         image = self._image(image_id)
-        if not image.is_live or image.state is ImageStateName.DRAINING:
-            raise Refused(f"image {image_id} is {image.state}: request it again")
+        is_ending = image.is_ending and image.wanted is None
+        if is_ending or not image.is_live or image.state is ImageStateName.DRAINING:
+            raise Refused(f"image {image_id} is {'ending' if is_ending else image.state}: request it again")
         self._lease_number += 1
         lease = Lease(
             id=str(self._lease_number),
@@ -327,58 +351,12 @@ class Supervisor:
 
     async def cache(self) -> CacheState:
         """Describe the node cache."""
-        directory = self._config.cache.directory
-        if directory is None:
-            return CacheState(directory=None, images=[], used_bytes=0, max_bytes=0, reserve_bytes=0, free_bytes=0)
-        return await trio.to_thread.run_sync(self._cache_state, directory, abandon_on_cancel=True)
-
-    def _cache_state(self, directory: Path) -> CacheState:
-        problem: str | None = None
-        images: list[CachedImage] = []
-        free_bytes = total_bytes = 0
-        try:
-            found = os.statvfs(directory)
-            free_bytes, total_bytes = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
-            images = [
-                CachedImage(
-                    key=image.key,
-                    disk_bytes=image.disk_bytes,
-                    used_s=image.used_s,
-                    owner=image.owner,
-                    is_pinned=image.is_pinned,
-                )
-                for image in list_images(directory)
-            ]
-        except (OSError, Refused) as error:
-            problem = str(error)
-        settings = self._config.cache
-        return CacheState(
-            directory=str(directory),
-            images=images,
-            used_bytes=sum(image.disk_bytes for image in images),
-            max_bytes=total_bytes // 2 if settings.max_bytes is None else settings.max_bytes,
-            reserve_bytes=total_bytes // 10 if settings.reserve_bytes is None else settings.reserve_bytes,
-            free_bytes=free_bytes,
-            problem=problem,
-        )
+        return await trio.to_thread.run_sync(cache_state, self._config.cache, abandon_on_cancel=True)
 
     async def records(self, *, limit: int) -> Sequence[RecordFacts]:
         """Give the newest records, newest first."""
-        return await trio.to_thread.run_sync(self._records, limit, abandon_on_cancel=True)
-
-    def _records(self, limit: int) -> Sequence[RecordFacts]:
-        found = []
-        try:
-            with os.scandir(self._config.log_directory / "records") as entries:
-                for entry in entries:
-                    if entry.name.endswith(".record") and entry.is_file(follow_symlinks=False):
-                        status = entry.stat(follow_symlinks=False)
-                        found.append(
-                            RecordFacts(name=entry.name, size_bytes=status.st_size, modified_s=status.st_mtime)
-                        )
-        except FileNotFoundError:
-            return []
-        return sorted(found, key=lambda record: -record.modified_s)[:limit]
+        directory = self._config.log_directory / "records"
+        return await trio.to_thread.run_sync(newest_records, directory, limit, abandon_on_cancel=True)
 
     def health(self) -> Health:
         """Say what this node can't do now."""
@@ -401,8 +379,14 @@ class Supervisor:
     def drain(self) -> None:
         """Take no new images from now on; those that are here go on."""
         if not self.is_draining:
-            self.is_draining = True
+            self.memory.drain(is_on=True)
             self.events.publish("draining")
+
+    def end_drain(self) -> None:
+        """Take new images again."""
+        if self.is_draining:
+            self.memory.drain(is_on=False)
+            self.events.publish("drain-ended")
 
 
 def run_daemon(
@@ -436,7 +420,7 @@ def run_daemon(
 
 async def _run(config: Config, supervisor: Supervisor, keeper: FdKeeper, store: FdStore, notifier: Notifier) -> None:
     counts, limits = ApiCounts(), Limits()
-    app = make_app(supervisor, counts, limits=limits, version=version())
+    app = make_app(supervisor, counts, limits=limits, version=version(), requests=supervisor.memory.requests)
     refusal = f"another streamd daemon runs here ({api_socket_path(config.run_directory)})"
     with (
         trio.open_signal_receiver(*_ENDING_SIGNALS) as signals,

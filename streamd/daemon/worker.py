@@ -206,16 +206,14 @@ class _Worker:
     async def _open_cache(
         self, options: MountOptions, store: Store, pinned: Pinned
     ) -> tuple[NodeCache | None, str | None]:
-        """Open the image's place in the cache.
+        """Open the snapshot's place in the node cache, or do without, and say why.
 
-        Raises: `Refused` when another process has it; but a mount that is taken over goes on without.
+        A worker of a former life may have it, for as long as its sandboxes load: a pod doesn't wait for that.
         """
         try:
             return await open_node_cache(options, store, pinned)
         except Refused as error:
-            if not self._is_taken_over:
-                raise
-            log.warning("no cache on disk", reason=str(error))
+            log.warning("no cache on disk, serving from memory", reason=str(error))
             return None, str(error)
 
     async def _files_to_hold(self, cache: NodeCache | None, pinned: Pinned) -> int | None:

@@ -44,6 +44,12 @@ def is_bind(entry: MountEntry) -> bool:
     return _ROOT.search(entry.root) is not None and entry.options >= _OPTIONS
 
 
+def is_there(bind: BindMount) -> bool:
+    """Whether it is in the kernel's table: numbers of mounts are used again, at once, by whoever mounts next."""
+    entry = mountinfo.with_id(bind.mount_id)
+    return entry is not None and entry.device == bind.device and is_bind(entry)
+
+
 def hold(files_fd: int) -> None:
     """Take the lock that tells a living process's bind from one left behind; it goes with the descriptor.
 

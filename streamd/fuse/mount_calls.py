@@ -1,4 +1,4 @@
-"""The kernel's calls for mounts: mount(2), umount2(2), and those of 5.2 that handle a mount by a descriptor.
+"""The kernel's calls for mounts: umount2(2), and those of 5.2 that handle a mount by a descriptor.
 
 With fsopen(2), fsmount(2), open_tree(2) and move_mount(2) a mount has a descriptor before it has a place: it is put on
 a directory that is held open, and taken away again, without any path that someone could redirect meanwhile. FUSE has
@@ -11,7 +11,6 @@ import struct
 from collections.abc import Mapping
 
 # sys/mount.h
-MS_NOSUID, MS_NODEV, MS_NOEXEC = 2, 4, 8
 MNT_FORCE, MNT_DETACH = 1, 2
 MOUNT_ATTR_RDONLY, MOUNT_ATTR_NOSUID, MOUNT_ATTR_NODEV, MOUNT_ATTR_NOEXEC = 1, 2, 4, 8
 _UMOUNT_NOFOLLOW = 8
@@ -28,14 +27,6 @@ _SYS_MOUNT_SETATTR = 442
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.syscall.restype = ctypes.c_long
-
-
-def mount(source: str, target: str, filesystem: str, flags: int, data: str = "") -> None:
-    """Mount on a path that nobody else can change."""
-    result = _libc.mount(
-        source.encode(), os.fsencode(target), filesystem.encode(), ctypes.c_ulong(flags), data.encode()
-    )
-    _checked(result, target)
 
 
 def new_mount(filesystem: str, options: Mapping[str, str | None], attributes: int) -> int:

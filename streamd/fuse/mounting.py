@@ -16,17 +16,21 @@ has a file of a bind open when it is detached reads on, since no server is neede
 
 import errno
 import os
-import tempfile
+import select
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
+
 from streamd.errors import NotFound, NotPermitted, Refused, StreamdError
 from streamd.fuse import binding, mount_calls, mountinfo
 from streamd.fuse.mount_paths import Mountpoint, open_mountpoint, path_error
 from streamd.fuse.mountinfo import MountEntry
+
+log = structlog.get_logger()
 
 DEVICE = "/dev/fuse"
 FILESYSTEM = "fuse.streamd"  # type and subtype, as mountinfo and mount(8) show it
@@ -53,7 +57,6 @@ _OPTIONS = {
 _EXPECTED_OPTIONS = frozenset({"ro", "nosuid", "nodev", "noexec"})
 _EXPECTED_SUPER_OPTIONS = frozenset({"user_id=0", "group_id=0", "allow_other", "default_permissions"})
 
-_CONNECTIONS = Path("/sys/fs/fuse/connections")
 _SYSCTLS = Path("/proc/sys/fs/fuse")
 _LEAST_REQUEST_TIMEOUT_S = 15.0  # FUSE_TIMEOUT_TIMER_FREQ: how often the kernel looks
 # A dead connection answers at once; a living server of ours answers statfs from memory.
@@ -266,32 +269,56 @@ def abort(mountpoint: str, device: tuple[int, int]) -> None:
 
 
 def abort_connection(connection_id: int) -> bool:
-    """Abort a connection by fusectl, which is mounted in a private place if it is missing; false if it isn't there.
+    """Abort a connection of that number, whosever it is now; false if there is none. Raises: as `_abort_file`."""
+    fd = _abort_file(connection_id)
+    if fd is None:
+        return False
+    with open(fd, "wb", buffering=0) as file:
+        file.write(b"1")
+    return True
+
+
+@contextmanager
+def ending_connection(mount: FuseMount) -> Iterator[None]:
+    """End the connection of a mount that is taken away in here, also where other mount namespaces have copies of it.
+
+    What does that is opened before: the number of a connection that has ended may be another's a moment later, and
+    what was opened for ours has no effect on that one then. An error, logged, leaves the copies.
+    """
+    fd: int | None = None
+    try:
+        fd = _abort_file(mount.connection_id)
+    except StreamdError as error:
+        log.warning("copies of a mount in other mount namespaces would live on", reason=str(error))
+    try:
+        ended = select.poll()
+        ended.register(mount.fd, 0)
+        is_ours = not ended.poll(0)  # POLLERR, which is always told: it has ended, before or while that was opened
+        yield
+        if fd is not None and is_ours:
+            os.write(fd, b"1")
+    finally:
+        if fd is not None:
+            os.close(fd)
+
+
+def _abort_file(connection_id: int) -> int | None:
+    """Open what aborts a connection, in fusectl, which is mounted for that in no place; None when there is none.
 
     Raises: `NotPermitted`, `StreamdError`.
     """
-    if any(entry.filesystem == "fusectl" and entry.mountpoint == str(_CONNECTIONS) for entry in mountinfo.read()):
-        return _write_abort(_CONNECTIONS, connection_id)
-    with tempfile.TemporaryDirectory(prefix="streamd-fusectl-") as place:
-        try:
-            flags = mount_calls.MS_NOSUID | mount_calls.MS_NODEV | mount_calls.MS_NOEXEC
-            mount_calls.mount("fusectl", place, "fusectl", flags)
-        except OSError as error:
-            raise StreamdError(f"fusectl can't be mounted: {error.strerror}") from error
-        try:
-            return _write_abort(Path(place), connection_id)
-        finally:
-            mount_calls.umount(place, mount_calls.MNT_DETACH)
-
-
-def _write_abort(connections: Path, connection_id: int) -> bool:
     try:
-        (connections / str(connection_id) / "abort").write_text("1")
+        connections = mount_calls.new_mount("fusectl", {}, _ATTRIBUTES & ~mount_calls.MOUNT_ATTR_RDONLY)
+        try:
+            return os.open(f"{connection_id}/abort", os.O_WRONLY | os.O_CLOEXEC, dir_fd=connections)
+        finally:
+            os.close(connections)
     except FileNotFoundError:
-        return False
+        return None
+    except PermissionError as error:
+        raise NotPermitted(f"FUSE connection {connection_id} can't be aborted: {error.strerror}") from error
     except OSError as error:
         raise StreamdError(f"FUSE connection {connection_id} can't be aborted: {error.strerror}") from error
-    return True
 
 
 @contextmanager

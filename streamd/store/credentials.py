@@ -4,7 +4,9 @@
 refused; callers that wait for the same refresh share it.
 """
 
+import os
 import threading
+import warnings
 from typing import Any, Protocol
 
 from streamd.errors import StoreError, StoreErrorKind
@@ -43,11 +45,9 @@ class Tokens:
         with self._lock:
             credentials = self._credentials
             if not credentials.valid or credentials.token == self._refused:
-                from google.auth import exceptions
-
                 try:
                     credentials.refresh(self._request)
-                except exceptions.GoogleAuthError as error:
+                except Exception as error:
                     raise _error(error) from error
             return credentials.token or ""
 
@@ -63,24 +63,47 @@ def default_tokens() -> Tokens:
 
     On a Google machine without a key file this asks the metadata server. Raises: as `Tokens.fresh`.
     """
-    import google.auth
-    from google.auth import exceptions
     from google.auth.transport.requests import Request
 
     try:
-        credentials, _ = google.auth.default(scopes=_SCOPES)
-    except exceptions.GoogleAuthError as error:
+        credentials = _default_credentials()
+    except Exception as error:
         raise _error(error) from error
     request = Request()
     # The transport of refreshes would wait 120 s.
     return Tokens(credentials, lambda *args, **others: request(*args, **{"timeout": _REFRESH_TIMEOUT_S, **others}))
 
 
+def _default_credentials() -> Credentials:
+    """Do as `google.auth.default` does, but for finding a project, which nobody here wants: for that it runs `gcloud`,
+    however long that takes, or asks Google."""
+    import google.auth
+    from google.auth import _cloud_sdk
+    from google.auth.credentials import with_scopes_if_required
+
+    named = os.environ.get("GOOGLE_APPLICATION_CREDENTIALS")
+    path = named or _cloud_sdk.get_application_default_credentials_path()  # type: ignore[no-untyped-call]
+    found: Credentials
+    if named or os.path.isfile(path):
+        with warnings.catch_warnings(action="ignore"):  # that a file may be anybody's, that its user has no project
+            found, _ = google.auth.load_credentials_from_file(path)  # type: ignore[no-untyped-call]
+        found = with_scopes_if_required(found, _SCOPES)  # type: ignore[no-untyped-call]
+    else:
+        found, _ = google.auth.default(scopes=_SCOPES)
+    return found
+
+
 def _error(error: Exception) -> StoreError:
+    """Say what went wrong. What isn't the library's own may hold what was read; only its kind is told."""
     from google.auth import exceptions
 
-    # A DefaultCredentialsError explains in a paragraph what to do; others name the endpoint that refused.
-    message = safe_text(str(error.args[0] if error.args else error))
+    if isinstance(error, exceptions.GoogleAuthError):
+        # A DefaultCredentialsError explains in a paragraph what to do; others name the endpoint that refused.
+        message = safe_text(str(error.args[0] if error.args else error))
+    else:
+        message = (error.strerror if isinstance(error, OSError) else None) or type(error).__name__
+        if isinstance(error, PermissionError):
+            message += ": they can't be read, or would be got by running a program, which this process may not"
     unreachable = isinstance(error, exceptions.TransportError) or getattr(error, "retryable", False)
     kind = StoreErrorKind.TRANSIENT if unreachable else StoreErrorKind.CREDENTIALS
     return StoreError(kind, "", f"no Google access token: {message}")

@@ -54,7 +54,14 @@ def test_those_who_use_an_image_are_waited_for(streamd: "Streamd", daemon: Runni
     assert (process.returncode, stdout, stderr) == (Exit.DONE, "draining; in use: 0 images\n", "")
 
 
-def test_a_restart_while_it_drains_is_told(streamd: "Streamd", daemon: Running) -> None:
+def test_a_drain_is_ended(streamd: "Streamd", daemon: Running) -> None:
+    assert streamd.ok("drain")["is_draining"] is True
+    assert streamd.ok("drain", "--end") == {"is_draining": False}
+    assert not daemon.node.is_draining
+    assert streamd.run("drain", "--end").stdout == "new images are taken again\n"
+
+
+def test_a_drain_that_was_ended_meanwhile_is_told(streamd: "Streamd", daemon: Running) -> None:
     daemon.call(partial(daemon.node.add, URL))
     with draining(streamd) as process:
         assert process.stderr is not None
@@ -62,4 +69,4 @@ def test_a_restart_while_it_drains_is_told(streamd: "Streamd", daemon: Running) 
         daemon.call(partial(setattr, daemon.node, "is_draining", False))
         _, stderr = process.communicate(timeout=LIMIT_S)
     assert process.returncode == Exit.FAILED
-    assert "drain it once more" in stderr
+    assert "takes new images again" in stderr

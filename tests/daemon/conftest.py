@@ -120,6 +120,13 @@ def daemon() -> Iterator[Daemon]:
 
 
 @pytest.fixture
+def hasty() -> Iterator[Daemon]:
+    """Start a daemon that unmounts at once what nobody uses."""
+    with Daemon('[daemon]\ngrace_s = "200ms"') as running:
+        yield running
+
+
+@pytest.fixture
 def behind_proxy(proxy: FaultProxy) -> Iterator[Daemon]:
     """Start a daemon with a cache that asks the emulator through the proxy."""
     with Daemon(env={"STORAGE_EMULATOR_HOST": proxy.address}) as running:

@@ -16,6 +16,7 @@ from streamd.config import Prefetch
 from streamd.daemon.adoption import FdKeeper
 from streamd.daemon.images import Image
 from streamd.daemon.memfds import bytes_of, memfd_of
+from streamd.daemon.notes import Noted
 from streamd.daemon.spawning import WorkerProcess
 from streamd.daemon.wire import Wire, wire_pair
 from streamd.fuse.binding import BindMount
@@ -198,6 +199,41 @@ def test_the_latest_of_each_part_counts_and_the_others_are_removed(store: Store,
     assert sorted(store.kept) == [f"{ID}.device.1", f"{ID}.snapshot.1", f"{ID}.state.10"]
     second.forget(life)
     assert store.kept == {}
+
+
+def test_notes_lie_in_the_store_once_and_come_back(store: Store) -> None:
+    first = keeper(store)
+    assert first.take() == []
+    notes = first.open_notes()
+    assert notes is not None
+    [kept] = store.kept["node.notes"]
+    notes.write(Noted(is_draining=True))  # after it was stored
+    os.close(notes.fd)
+    second = keeper(store)
+    assert second.take() == []
+    again = second.open_notes()
+    assert again is not None
+    assert again.read().is_draining
+    assert store.kept == {"node.notes": [kept]}
+    os.close(again.fd)
+
+
+def test_notes_that_are_none_are_replaced(store: Store) -> None:
+    fd = memfd_of(b"x")
+    store.store("node.notes", [fd])
+    os.close(fd)
+    taking = keeper(store)
+    assert taking.take() == []
+    notes = taking.open_notes()
+    assert notes is not None
+    assert notes.read() == Noted()
+    assert [os.fstat(kept).st_ino for kept in store.kept["node.notes"]] == [os.fstat(notes.fd).st_ino]
+    os.close(notes.fd)
+
+
+def test_without_a_store_there_are_no_notes(store: Store) -> None:
+    store.is_there = False
+    assert keeper(store).open_notes() is None
 
 
 def test_what_makes_no_sense_is_removed(store: Store) -> None:

@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from streamd.config import Prefetch
-from streamd.daemon.api.models import ImageStateName, Lease
+from streamd.daemon.api.models import ImageRequest, ImageStateName, Lease
 from streamd.daemon.images import DEATHS_MAX, DEATHS_WITHIN_S, Deaths, Image, image_id
 
 GRACE_S = 60.0
@@ -95,6 +95,31 @@ def test_a_lease_or_an_open_file_begins_the_grace_anew() -> None:
 
 def test_an_image_that_is_being_prepared_does_not_go() -> None:
     assert not make(ImageStateName.PREPARING).is_idle(0.0, grace_s=0.0)
+
+
+def test_an_image_that_is_asked_for_while_it_ends_is_the_next_one_s_and_leases_of_before_are_not() -> None:
+    image = make()
+    image.is_ending = True
+    image.leases["1"] = Lease(id="1", owner="o", purpose="p", since_s=0.0, pid=1)
+    first, second = (ImageRequest(snapshot_url="file:///s/a", request_id=name) for name in ("a", "b"))
+    image.want_next(first)
+    assert (image.state, image.wanted, image.leases) == (ImageStateName.PREPARING, first, {})
+    image.leases["2"] = Lease(id="2", owner="o", purpose="p", since_s=0.0, pid=1)
+    image.want_next(second)
+    assert (image.wanted, list(image.leases)) == (first, ["2"])
+
+
+def test_an_image_that_can_not_be_unmounted_goes_on_also_for_who_asked_meanwhile() -> None:
+    image = make(ImageStateName.DRAINING)
+    image.is_ending = image.ends_when_unused = True
+    assert not image.stay()  # nobody asked: it ends as soon as it can
+    assert (image.state, image.ends_when_unused, image.is_ending) == (ImageStateName.DRAINING, True, False)
+    image.is_ending = True
+    image.want_next(ImageRequest(snapshot_url="file:///s/a", request_id="a"))
+    assert image.stay()
+    assert (image.state, image.ends_when_unused, image.is_ending) == (ImageStateName.SERVING, False, False)
+    assert image.wanted is None
+    assert not image.is_idle(0.0, grace_s=GRACE_S)
 
 
 def test_what_dead_workers_have_counted_is_not_forgotten() -> None:

@@ -12,6 +12,7 @@ import pytest
 from bench.daemons import Daemon, ServedImage
 from bench.event_tape import until
 from bench.fault_proxy import FaultProxy, Hang, Rule
+from bench.mount_users import GONE
 from bench.slot_reader import SLOTS
 from streamd.daemon.relay import RelayedError
 from streamd.errors import Exit
@@ -21,7 +22,6 @@ if TYPE_CHECKING:
 
 Calm = Callable[[Daemon], None]
 
-GONE = {"EIO", "ECONNABORTED", "ENOTCONN"}
 _CLIENTS = 100
 _HOLD_A_LEASE = """
 import signal, sys
@@ -31,13 +31,6 @@ lease = DaemonClient(Path(sys.argv[1])).take_lease(sys.argv[2], owner="pod/b", p
 print(lease.id, flush=True)
 signal.pause()
 """
-
-
-@pytest.fixture
-def hasty() -> Iterator[Daemon]:
-    """Start a daemon that unmounts at once what nobody uses."""
-    with Daemon('[daemon]\ngrace_s = "200ms"') as running:
-        yield running
 
 
 def test_two_pods_that_ask_for_an_image_share_one_mount_and_one_fetch(

@@ -15,7 +15,7 @@ import pytest
 from bench.daemons import Daemon, ServedImage
 from bench.event_tape import until
 from bench.fault_proxy import FaultProxy, Hang, Rule
-from bench.mount_users import FileHolder
+from bench.mount_users import GONE, FileHolder
 from streamd.daemon.images import DEATHS_MAX
 
 if TYPE_CHECKING:
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 Calm = Callable[[Daemon], None]
 
 MIB = 1 << 20
-# What the kernel gives a read whose connection is ended under it: our EIO, or the end itself.
-GONE = {"EIO", "ECONNABORTED", "ENOTCONN"}
 # Some 28 MB are stored: a reader needs seconds, and every kill below finds its reads in flight.
 SLOW_MB_PER_S = 8
 # Nothing here takes a tenth of it.
@@ -297,27 +295,55 @@ def test_workers_serve_on_when_the_supervisor_is_killed_and_end_when_nobody_uses
 
 
 @pytest.mark.parametrize("is_used", [True, False], ids=["used", "unused"])
-def test_an_orphan_that_hangs_hangs_nobody_else(is_used: bool, saved: "Saved") -> None:
+def test_an_orphan_that_hangs_hangs_nobody_else(daemon: Daemon, saved: "Saved", is_used: bool) -> None:
     """The next supervisor stats no mount of a former life: it would wait for its worker, for ever."""
-    with Daemon(has_cache=False) as daemon:  # with one, the orphan has the snapshot's lock
-        orphan = daemon.image(saved.url)
-        holder = orphan.holder()
-        if is_used:
-            assert holder.open() == "done"
-        pid = orphan.worker_pid()
-        daemon.stop(signal.SIGKILL)
-        daemon.send(pid, signal.SIGSTOP)
-        daemon.start()
-        again = daemon.image(saved.url)
-        assert (again.mountpoint == orphan.mountpoint) is not is_used
-        assert len(orphan.mounts()) == len(again.mounts()) == 1
-        assert saved.is_whole(again.reader(saved.pages).outcome())
-        daemon.send(pid, signal.SIGCONT)
-        if is_used:
-            assert holder.read(0, MIB) == FileHolder.digest(saved.pages, 0, MIB)
-            assert holder.close() == "done"
-            orphan.until_unmounted()
-        until(lambda: pid not in daemon.process_ids(), "the end of the orphan")
+    orphan = daemon.image(saved.url)
+    holder = orphan.holder()
+    if is_used:
+        assert holder.open() == "done"
+    pid = orphan.worker_pid()
+    daemon.stop(signal.SIGKILL)
+    daemon.send(pid, signal.SIGSTOP)
+    daemon.start()
+    again = daemon.image(saved.url)
+    assert (again.mountpoint == orphan.mountpoint) is not is_used
+    assert len(orphan.mounts()) == len(again.mounts()) == 1
+    assert saved.is_whole(again.reader(saved.pages).outcome())
+    daemon.send(pid, signal.SIGCONT)
+    if is_used:
+        assert holder.read(0, MIB) == FileHolder.digest(saved.pages, 0, MIB)
+        assert holder.close() == "done"
+        orphan.until_unmounted()
+    until(lambda: pid not in daemon.process_ids(), "the end of the orphan")
+
+
+def test_who_asks_for_what_an_orphan_serves_is_served_without_the_cache_and_who_comes_later_with_it(
+    daemon: Daemon, saved: "Saved", calm: Calm
+) -> None:
+    """The orphan has the snapshot's place in the cache, as long as its sandboxes load."""
+    orphan = daemon.image(saved.slow(4))
+    reader = orphan.reader(saved.pages)
+    orphan.until_open(reader)
+    pid = orphan.worker_pid()
+    daemon.stop(signal.SIGKILL)
+    daemon.start()
+    again = daemon.image(saved.slow(100))
+    assert saved.is_whole(again.reader(saved.pages).outcome())
+    state = again.until(lambda state: state["cache_problem"], "a word about the cache")
+    assert f"{orphan.mountpoint} (pid {pid})" in state["cache_problem"]
+    again.until_replaced(again.kill_worker())  # the next worker does as the last one did
+    assert saved.is_whole(again.reader(saved.pages).outcome())
+    assert saved.is_whole(reader.outcome())
+    until(lambda: pid not in daemon.process_ids(), "the end of the orphan")
+    again.until(lambda state: not state["openers"], "no opener")
+    daemon.client.release(again.id)
+    again.until_unmounted()
+    daemon.tape.until("image-gone", image=again.id)
+    later = daemon.image(saved.slow(100))
+    assert saved.is_whole(later.reader(saved.pages).outcome())
+    later.until_cached(saved.resident_bytes(saved.pages.stat().st_size))
+    assert later.state()["cache_problem"] is None
+    calm(daemon)
 
 
 def test_a_worker_killed_when_there_is_no_supervisor_fails_its_reads_and_the_mount_is_cleaned_up(

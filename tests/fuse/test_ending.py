@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.fault_proxy import FaultProxy, Hang, Rule
+from bench.mount_users import GONE
 from bench.mounts import LIMIT_S, LiveMount, Mounts
 from bench.slot_reader import SLOTS
 from streamd.errors import Exit
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from tests.fuse.conftest import Saved
 
 # What the kernel gives a read whose mount goes away under it: our EIO, or the connection's end.
-GONE = {"EIO", "ECONNABORTED", "ENOTCONN"}
 AT_ONCE_S = 10
 
 

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from bench.fault_proxy import FaultProxy, Hang, Rule, Status
+from bench.mount_users import GONE
 from bench.mounts import LIMIT_S, LiveMount, Mounts
 from bench.slot_reader import READ_BYTES, SLOTS
 from streamd.fuse import mountinfo, mounting
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
     from tests.fuse.conftest import Saved
 
 KIB, MIB = 1 << 10, 1 << 20
-GONE = {"EIO", "ECONNABORTED", "ENOTCONN"}
 
 
 # Hangs

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import select
 import struct
 import subprocess
 import sys
@@ -32,6 +33,18 @@ def mount_at(path: str) -> FuseMount:
     """Mount on whatever is at the path."""
     with mount_paths.open_mountpoint(path) as directory:
         return mounting.mount(directory)
+
+
+def has_ended(mount: FuseMount) -> bool:
+    """Whether the kernel has ended its connection."""
+    poll = select.poll()
+    poll.register(mount.fd, 0)
+    return bool(poll.poll(0))
+
+
+def mount_tmpfs(path: str) -> None:
+    """Mount something that isn't ours."""
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=64k", "tmpfs", path], check=True)
 
 
 @pytest.fixture
@@ -152,8 +165,25 @@ def test_a_mount_that_does_not_answer_at_all_is_not_taken_for_dead(mountpoint: s
     os.close(mount.fd)
 
 
+def test_who_ends_a_connection_that_is_gone_ends_no_other_one_that_got_its_number(mountpoint: str) -> None:
+    first = mount_at(mountpoint)
+    with mounting.ending_connection(first):
+        mounting.unmount(mountpoint, first.device)
+        second = mount_at(mountpoint)  # gets the lowest number that is free
+    assert not has_ended(second)
+    with mounting.ending_connection(first):  # of old: it isn't looked for by its number
+        pass
+    assert not has_ended(second)
+    with mounting.ending_connection(second):
+        pass
+    assert has_ended(second)
+    for mount in (first, second):
+        os.close(mount.fd)
+    mounting.abort(mountpoint, second.device)
+
+
 def test_mounts_of_others_are_never_touched(mountpoint: str) -> None:
-    mount_calls.mount("tmpfs", mountpoint, "tmpfs", 0, "size=64k")
+    mount_tmpfs(mountpoint)
     entry = mountinfo.topmost(mountpoint)
     assert entry is not None
     with pytest.raises(NotFound):
@@ -232,7 +262,7 @@ def tenants(tmp_path: Path) -> Iterator[Path]:
     for name in ("tenant", "victim"):
         (tmp_path / name / "mnt").mkdir(parents=True)
     victim = str(tmp_path / "victim" / "mnt")
-    mount_calls.mount("tmpfs", victim, "tmpfs", 0, "size=64k")
+    mount_tmpfs(victim)
     yield tmp_path / "tenant"
     while mountinfo.topmost(victim):
         mount_calls.umount(victim, mount_calls.MNT_DETACH)

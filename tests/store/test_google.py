@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import errno
 import gc
 import json
 import os
@@ -10,13 +11,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import google_crc32c
 import pytest
 
 from streamd.errors import StoreError, StoreErrorKind
-from streamd.store.credentials import Tokens
+from streamd.store.credentials import Tokens, default_tokens
 from streamd.store.gcs import PIECE_BYTES, GoogleStore, Timeouts, emulator_address
 from streamd.store.google_errors import kind_of_status
 from streamd.store.port import Condition, Store
@@ -441,10 +443,16 @@ def test_no_token_to_be_had_is_credentials_and_an_unreachable_giver_of_them_tran
         for failure, kind in [
             (exceptions.RefreshError("invalid_grant: Account deleted"), K.CREDENTIALS),  # type: ignore[no-untyped-call]
             (exceptions.TransportError("metadata server is away"), K.TRANSIENT),  # type: ignore[no-untyped-call]
+            # Not the library's own: a program that it runs can't be run, doesn't speak JSON, takes too long.
+            (PermissionError(errno.EPERM, "Operation not permitted", "/s3cr3t"), K.CREDENTIALS),
+            (ValueError("s3cr3t is not JSON"), K.CREDENTIALS),
+            (subprocess.TimeoutExpired(["s3cr3t"], 5), K.CREDENTIALS),
         ]:
             credentials.fail = failure
             for name in CALLS:
-                assert refused(lambda name=name: CALLS[name](store)).store_kind is kind  # type: ignore[misc]
+                error = refused(lambda name=name: CALLS[name](store))  # type: ignore[misc]
+                assert error.store_kind is kind
+                assert "s3cr3t" not in str(error)
     assert puppet.requests == []
 
 
@@ -469,6 +477,24 @@ def test_a_machine_without_credentials_is_told_so(monkeypatch: pytest.MonkeyPatc
         error = refused(lambda: store.head("k"))
     assert error.store_kind is K.CREDENTIALS
     assert "/nowhere/key.json" in str(error)
+
+
+@pytest.mark.parametrize("is_named", [True, False], ids=["named", "found"])
+def test_nothing_is_run_to_find_default_credentials(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_named: bool
+) -> None:
+    """Google's library asks `gcloud` for a project, which nobody here wants, for as long as that takes."""
+    trace, program, file = tmp_path / "was run", tmp_path / "gcloud", tmp_path / "application_default_credentials.json"
+    program.write_text(f"#!/bin/sh\n: >'{trace}'\n")
+    program.chmod(0o755)
+    file.write_text('{"type": "authorized_user", "client_id": "i", "client_secret": "s", "refresh_token": "t"}')
+    monkeypatch.setenv("CLOUDSDK_CONFIG", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.delenv("GOOGLE_APPLICATION_CREDENTIALS", raising=False)
+    if is_named:
+        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(file))
+    assert default_tokens() is not None
+    assert not trace.exists()
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1:4443", "http://127.0.0.1:4443", " http://127.0.0.1:4443/ "])

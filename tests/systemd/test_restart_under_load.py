@@ -17,6 +17,7 @@ from bench.event_tape import Tape
 from bench.images import make_image
 from bench.slot_reader import Outcome
 from streamd.daemon.client import DaemonClient, NoAnswer, NoDaemon
+from streamd.daemon.relay import RelayedError
 from streamd.errors import StreamdError
 from streamd.fuse import mountinfo, mounting
 from streamd.fuse.mountinfo import MountEntry
@@ -130,6 +131,11 @@ class Node:
         loading = _Loading(image_id, name)
         wait_until(lambda: len(self._said(loading)) >= 1, f"{name} has pages.img open: {self.log()}")
         return loading
+
+    def request(self, tenant: str, request_id: str) -> str:
+        """Ask for the snapshot under a request id; give the image."""
+        answer = self.client.request_image(self.url + _SLOW, tenant=tenant, prefetch="none", request_id=request_id)
+        return str(answer["id"])
 
     def _said(self, loading: _Loading) -> list[dict[str, Any]]:
         path = self.machine.place / loading.result
@@ -245,7 +251,8 @@ def test_readers_notice_nothing_of_what_happens_to_the_supervisor(
     for loading in loadings:  # all is as if nothing had happened
         node.release(loading)
     wait_until(lambda: not node.mounts(), f"the end of the mounts: {node.log()}")
-    wait_until(lambda: node.machine.show(_UNIT, "NFileDescriptorStore") == "0", "an empty fd store")
+    # Nothing is kept but what isn't an image's.
+    wait_until(lambda: node.machine.show(_UNIT, "NFileDescriptorStore") == "1", "an empty fd store")
 
 
 @pytest.mark.parametrize(
@@ -312,3 +319,62 @@ def test_a_lease_ends_with_the_supervisor_and_can_be_taken_again(node: Node) -> 
     with node.client.lease(loading.image_id, owner="pod/a", purpose="restore") as again:
         assert again.is_held()
     assert node.is_whole(node.outcome(loading)), node.log()
+
+
+def test_a_drain_outlives_the_supervisor_until_it_is_ended_or_the_daemon_is_stopped(node: Node) -> None:
+    loading = node.load("one")
+    started_s = node.next_life(0.0)["started_s"]
+    node.client.drain()
+    for happen in (Node.kill, Node.restart):
+        happen(node)
+        health = node.next_life(started_s)
+        started_s = health["started_s"]
+        assert health["is_draining"], node.log()
+        with pytest.raises(RelayedError, match="draining"):
+            node.request("two", "new")
+        assert node.request("one", "again") == loading.image_id  # it is here
+    node.client.end_drain()
+    node.kill()
+    started_s = node.next_life(started_s)["started_s"]
+    node.request("two", "new")
+    node.client.drain()
+    assert node.is_whole(node.outcome(loading)), node.log()
+    node.machine.systemctl("stop", _UNIT)
+    node.start()
+    assert not node.next_life(started_s)["is_draining"]
+
+
+def test_a_request_that_is_sent_again_to_the_next_supervisor_is_the_same_request(node: Node) -> None:
+    loading = node.load("one")
+    started_s = node.next_life(0.0)["started_s"]
+    assert node.request("one", "mine") == loading.image_id
+    for happen in (Node.kill, Node.restart):
+        happen(node)
+        started_s = node.next_life(started_s)["started_s"]
+        assert node.request("one", "mine") == loading.image_id
+        with pytest.raises(RelayedError, match="was used for another request"):
+            node.request("two", "mine")
+    assert node.is_whole(node.outcome(loading)), node.log()
+    assert [image["id"] for image in node.client.images()] == [loading.image_id]
+
+
+def test_an_image_that_was_going_when_the_supervisor_ended_is_prepared_anew_for_who_asks(node: Node) -> None:
+    image_id = node.request("one", "first")
+    tape = Tape(node.client)
+    tape.follow()
+    tape.until("image-serving", image=image_id)
+    state = node.image(image_id)
+    started_s = node.next_life(0.0)["started_s"]
+    node.machine.run("kill", "-STOP", str(state["worker_pid"]))  # it can't say that its connection has ended
+    node.client.release(image_id)
+    wait_until(lambda: not node.mounts(), f"the end of the mount: {node.log()}")
+    node.kill()
+    node.next_life(started_s)
+    tape.join()
+    assert node.request("one", "second") == image_id
+    assert node.image(image_id)["state"] == "preparing"
+    state = node.client.image(image_id, wait_s=_LIMIT_S)
+    assert state["state"] == "serving", f"{state}\n{node.log()}"
+    assert [entry.mountpoint for entry in node.mounts()] == [state["mountpoint"]]
+    assert node.is_whole(node.outcome(node.load("one"))), node.log()
+    assert "image failed" not in node.log()

@@ -43,9 +43,12 @@ class Ended(NotFound):
     kind = "ended"
 
 
-def make_app(node: Node, counts: ApiCounts, *, limits: Limits, version: str) -> ASGIApp:
-    """Put the API together. Call what it gives under Trio only."""
-    api = _Api(node, counts, limits, version)
+def make_app(
+    node: Node, counts: ApiCounts, *, limits: Limits, version: str, requests: RequestMemory | None = None
+) -> ASGIApp:
+    """Put the API together; `requests` None: it remembers none of before. Call what it gives under Trio only."""
+    requests = RequestMemory(kept=limits.request_ids) if requests is None else requests
+    api = _Api(node, counts, limits, version, requests)
     routes = [
         Route(operation.path, getattr(api, operation.name), methods=[operation.method])
         for operation in openapi.OPERATIONS
@@ -98,11 +101,11 @@ def _json(answer: msgspec.Struct, status: int = 200) -> Response:
 class _Api:
     """The handlers, named as in `openapi.OPERATIONS`."""
 
-    def __init__(self, node: Node, counts: ApiCounts, limits: Limits, version: str) -> None:
+    def __init__(self, node: Node, counts: ApiCounts, limits: Limits, version: str, requests: RequestMemory) -> None:
         self._node = node
         self._counts = counts
         self._limits = limits
-        self._requests = RequestMemory(kept=limits.request_ids)
+        self._requests = requests
         self._document = msgspec.json.encode(openapi.document(version))
 
     # Images
@@ -240,6 +243,11 @@ class _Api:
     async def drain(self, request: Request) -> Response:
         _only(request)
         self._node.drain()
+        return _json(models.DrainState(is_draining=self._node.is_draining))
+
+    async def end_drain(self, request: Request) -> Response:
+        _only(request)
+        self._node.end_drain()
         return _json(models.DrainState(is_draining=self._node.is_draining))
 
     async def get_drain(self, request: Request) -> Response:

@@ -143,6 +143,7 @@ OPERATIONS = (
     Operation(
         "drain", "POST", "/v1/drain", "Take no new images from now on; those that are here go on", models.DrainState
     ),
+    Operation("end_drain", "DELETE", "/v1/drain", "Take new images again", models.DrainState),
     Operation("get_drain", "GET", "/v1/drain", "Whether new images are taken", models.DrainState),
     Operation("get_metrics", "GET", "/metrics", "Everything for Prometheus", None, media_type=PLAIN),
     Operation("get_openapi", "GET", "/openapi.json", "This description", None),

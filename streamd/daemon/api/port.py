@@ -119,3 +119,7 @@ class Node(Protocol):
     def drain(self) -> None:
         """Take no new images from now on; those that are here go on."""
         ...
+
+    def end_drain(self) -> None:
+        """Take new images again."""
+        ...

@@ -128,6 +128,10 @@ class FakeNode:
         self.is_draining = True
         self.events.publish("draining")
 
+    def end_drain(self) -> None:
+        self.is_draining = False
+        self.events.publish("drain-ended")
+
     # What tests do to it
 
     def add(self, snapshot_url: str = URL, **fields: object) -> ImageState:

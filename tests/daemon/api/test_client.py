@@ -60,6 +60,8 @@ def test_every_call_gives_what_the_node_says(running: Running, client: DaemonCli
     assert not client.is_draining()
     client.drain()
     assert client.is_draining()
+    client.end_drain()
+    assert not client.is_draining()
     assert client.release(image_id)["state"] == "draining"
 
 

@@ -146,6 +146,8 @@ async def test_cache_records_health_and_drain(api: InProcess) -> None:
     assert (await api.ask("POST", "/v1/drain")).json == {"is_draining": True}
     refused = await api.image()
     assert (refused.status, refused.kind, refused.headers["retry-after"]) == (503, "draining", "5")
+    assert (await api.ask("DELETE", "/v1/drain")).json == {"is_draining": False}
+    assert (await api.image()).status == 200
 
 
 # What is wrong with a request: method, path, body, headers → status, kind
@@ -227,7 +229,7 @@ async def test_wrong_credentials_are_refused(api: InProcess, credentials: dict[s
 
 async def test_a_wrong_method_is_told_the_right_ones(api: InProcess) -> None:
     answer = await api.ask("PATCH", "/v1/drain")
-    assert answer.headers["allow"] == "GET, HEAD, POST"
+    assert answer.headers["allow"] == "DELETE, GET, HEAD, POST"
     assert (await api.ask("HEAD", "/v1/drain")).status == 200
 
 
