@@ -149,7 +149,9 @@ class ServedImage:
 class Daemon:
     """A `streamd daemon` below a directory of its own; started when entered, and at the end nothing is left.
 
-    `settings` are lines of the configuration: keys of its top, then tables. `log_path` has what all its processes log.
+    `settings` are lines of the configuration: keys of its top, then tables; `policy` and `cache` are lines of
+    these. `log_path` has what all its processes log.
+    `wrapper` goes before the command line; it must become the command (exec), not start it.
     """
 
     def __init__(
@@ -157,9 +159,11 @@ class Daemon:
         settings: str = "",
         *,
         policy: str = "",
+        cache: str = "",
         has_cache: bool = True,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
+        wrapper: Sequence[str | Path] = (),
     ) -> None:
         # Not a test's own directory: the path of a socket must be short.
         self.base = Path(tempfile.mkdtemp(prefix="streamd-daemon-"))
@@ -171,9 +175,10 @@ class Daemon:
         self.tape = Tape(self.client)
         self._env = {**os.environ, **(env or {}), _MARK: str(self.base)}
         self._options = options
+        self._wrapper = wrapper
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[_Child] = []
-        cache = f'directory = "{self.cache_directory}"' if has_cache else "enabled = false"
+        cache = f'directory = "{self.cache_directory}"\n{cache}' if has_cache else "enabled = false"
         self.config.write_text(
             f'run_directory = "{self.run_directory}"\nlog_directory = "{self.base}/log"\n'
             f'{settings}\n[cache]\n{cache}\n[policy]\numount_wait_s = "1s"\n{policy}\n'
@@ -196,9 +201,11 @@ class Daemon:
 
     def start(self) -> None:
         """Start it (again), and wait until it answers. Raises: `RuntimeError` with its log when it ends instead."""
+        vector = [sys.executable, "-m", "streamd.cli", "--config", str(self.config), "daemon", *self._options]
+        vector = [*map(str, self._wrapper), *vector]
         with self.log_path.open("ab") as log:
             process = self._process = subprocess.Popen(
-                [sys.executable, "-m", "streamd.cli", "--config", str(self.config), "daemon", *self._options],
+                vector,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

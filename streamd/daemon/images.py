@@ -92,6 +92,12 @@ class Image:
         return ImageStateName.WARM if self.is_warm else ImageStateName.SERVING
 
     @property
+    def cache_problem(self) -> str | None:
+        """Why its worker does without the cache's disk, from the start or since that has failed."""
+        problem = self.status.get("cache_problem") or self.status.get("cache_failure")
+        return None if problem is None else str(problem)
+
+    @property
     def is_in_use(self) -> bool:
         """Whether somebody holds a lease or has a file open, as far as is known.
 
@@ -203,5 +209,5 @@ class Image:
             stalls=totals.pop("stalls", 0),
             bytes_by_tier={name: amount for name, amount in totals.items() if name != "cache_verified_chunks"},
             last_error=self.last_error,
-            cache_problem=self.status.get("cache_problem"),
+            cache_problem=self.cache_problem,
         )

@@ -33,11 +33,11 @@ import trio
 
 from streamd.config import Config
 from streamd.daemon.api.models import ErrorFacts, ImageStateName
+from streamd.daemon.assignment import Assignment
 from streamd.daemon.images import Image
 from streamd.daemon.memfds import memfd_of
 from streamd.daemon.relay import relayed, single_error
 from streamd.daemon.spawning import Spawner, WorkerProcess
-from streamd.daemon.worker import Assignment
 from streamd.errors import Exit, NotFound, Refused, StreamdError
 from streamd.fuse import binding, mount_paths, mountinfo, mounting
 from streamd.fuse.binding import BindMount
@@ -49,6 +49,8 @@ log = structlog.get_logger()
 
 # A worker beats every second; its Trio thread never waits for anything, but a node may be busy.
 HANG_S = 5.0
+# A wait that ends so much too late: this process stood still, say with its machine, and the other side may have, too.
+_STOOD_STILL_S = 1.0
 # From SIGKILL to the end of the last thread: milliseconds, or a disk that hangs.
 REAP_S = 3.0
 _HAND_OVER_S = 5.0
@@ -322,6 +324,8 @@ class Life:
         while True:
             with trio.move_on_after(HANG_S) as scope:
                 received = await worker.wire.receive()
+            if _stood_still(scope):
+                continue
             if scope.cancelled_caught:
                 return await self._bury(Ending.HUNG)
             if received is None:
@@ -341,7 +345,10 @@ class Life:
     def _note(self, message: Mapping[str, Any]) -> None:
         match message.get("is"):
             case "beat":
+                had_problem = self.image.cache_problem is not None
                 self.image.take_status(message["status"])
+                if self.image.cache_problem is not None and not had_problem:
+                    self._tell("cache-lost", reason=self.image.cache_problem)
             case "answer":
                 if message.get("id") in self._answers:
                     self._answers[message["id"]] = int(message["failed"])
@@ -356,8 +363,11 @@ class Life:
         worker, self.worker = self.worker, None
         assert worker is not None
         worker.signal(signal.SIGKILL)
-        with trio.move_on_after(REAP_S) as scope:
-            await worker.gone()
+        while True:
+            with trio.move_on_after(REAP_S) as scope:
+                await worker.gone()
+            if not _stood_still(scope):
+                break
         worker.close()
         self.image.worker_is_gone()
         return Ending.UNREAPED if scope.cancelled_caught and not self.image.is_warm else ending
@@ -514,3 +524,8 @@ def _have_sent_again(device_fd: int) -> None:
         raise WorkerLost(
             "its worker died, and this kernel can't give out again what it was asked (Linux 6.9)"
         ) from error
+
+
+def _stood_still(scope: trio.CancelScope) -> bool:
+    """Whether a wait was ended by its deadline, and only long after it: it says nothing of who was waited for."""
+    return scope.cancelled_caught and trio.current_time() - scope.deadline > _STOOD_STILL_S

@@ -7,7 +7,6 @@ from pathlib import Path
 from streamd.config import CacheConfig
 from streamd.daemon.api.models import CachedImage, CacheState, RecordFacts
 from streamd.errors import StreamdError
-from streamd.serve.cache_directory import list_images
 
 
 def cache_state(settings: CacheConfig) -> CacheState:
@@ -15,6 +14,8 @@ def cache_state(settings: CacheConfig) -> CacheState:
     directory = settings.directory
     if directory is None:
         return CacheState(directory=None, images=[], used_bytes=0, max_bytes=0, reserve_bytes=0, free_bytes=0)
+    from streamd.serve.cache_directory import list_images  # 8 MiB of numpy, which nothing else here needs
+
     problem: str | None = None
     images: list[CachedImage] = []
     free_bytes = total_bytes = 0

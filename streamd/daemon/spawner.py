@@ -26,7 +26,8 @@ import traceback
 # Libraries that start threads when they are imported: a fork has only the one that forks.
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
-from streamd.daemon import worker
+import streamd.logs  # noqa: F401  (before anybody imports structlog, for its reason)
+from streamd.daemon import allocator, worker
 
 _PR_SET_NAME = 15  # linux/prctl.h
 _MESSAGE_BYTES = 4096
@@ -39,6 +40,7 @@ def main(fd: int) -> int:
     name_process("streamd-spawner")
     gc.collect()
     gc.freeze()  # what is here stays shared with the forks
+    allocator.give_back()
     asked = socket.socket(fileno=fd)
     asked.set_inheritable(False)
     while True:

@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import AsyncIterator, Sequence
-from contextlib import suppress
 from functools import partial
 from importlib import metadata
 from pathlib import Path
@@ -20,8 +19,9 @@ import msgspec
 import structlog
 import trio
 
-from streamd.config import Config, Prefetch, machine_bytes
-from streamd.daemon import hardening
+from streamd.config import Config, Prefetch
+from streamd.daemon import allocator, hardening
+from streamd.daemon.admission import check_room
 from streamd.daemon.adoption import FdKeeper, Kept
 from streamd.daemon.api.app import make_app
 from streamd.daemon.api.events import EventLog
@@ -49,9 +49,10 @@ from streamd.daemon.notes import NodeMemory
 from streamd.daemon.service_manager import ManagerEnvironment, Notifier, NotifyChannel
 from streamd.daemon.sockets import BoundSocket, api_socket_path
 from streamd.daemon.spawning import Spawner
+from streamd.daemon.strays import Strays
 from streamd.daemon.unit_check import Finding, UnitFacts, findings
-from streamd.errors import NotFound, Refused, StreamdError
-from streamd.fuse import mountinfo, mounting
+from streamd.errors import NotFound, Refused
+from streamd.fuse import mounting
 from streamd.store.opening import split_snapshot_url
 
 log = structlog.get_logger()
@@ -64,6 +65,8 @@ _STRAYS_LOOK_S = 10.0
 # Each worker is given it, in one message (`wire.py`).
 _CONFIG_MAX_CHARACTERS = 16 << 10
 _NO_NAMESPACE = "mount-namespace"
+# Questions to disks that may hang, at once: their threads must not be those that mounts are made in.
+_DISK_LOOKS_MAX = 4
 
 
 def images_directory(config: Config) -> Path:
@@ -102,9 +105,10 @@ class Supervisor:
         self._images: dict[str, Image] = {}
         self._lives: dict[str, Life] = {}
         self._ended: list[ImageState] = []
-        self._strays: set[str] = set()
+        self._strays = Strays(images_directory(config))
         self._lease_number = 0
         self._started_s = time.time()
+        self._disk_looks = trio.CapacityLimiter(_DISK_LOOKS_MAX)
         self._nursery: trio.Nursery | None = None
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
@@ -116,11 +120,11 @@ class Supervisor:
                 for kept in self._keeper.take():
                     self._adopt(kept)
                 self.memory.recall(self._keeper.open_notes(), self._images)
-                await trio.to_thread.run_sync(self._clean_up_strays)
+                await trio.to_thread.run_sync(self._strays.clean_up, self._mountpoints)
                 task_status.started()
                 while True:
                     await trio.sleep(_STRAYS_LOOK_S)
-                    await trio.to_thread.run_sync(self._clean_up_strays)
+                    await trio.to_thread.run_sync(self._strays.clean_up, self._mountpoints)
         finally:
             self._nursery = None
             self._spawner.end()
@@ -172,26 +176,8 @@ class Supervisor:
             assert self._nursery is not None
             self._nursery.start_soon(life.hand_over)
 
-    def _clean_up_strays(self) -> None:
-        """Take away mounts of a former life that nobody uses; in a thread. What is in use, or another's, stays.
-
-        They are those that came back from no fd store: their workers serve on until they are unmounted.
-        """
-        ours = {life.image.mountpoint for life in list(self._lives.values())}
-        directory = f"{images_directory(self._config)}/"
-        for entry in mountinfo.read():
-            if entry.mountpoint.startswith(directory) and mounting.is_own(entry) and entry.mountpoint not in ours:
-                try:
-                    mounting.unmount(entry.mountpoint, entry.device)
-                except (StreamdError, OSError):
-                    if entry.mountpoint not in self._strays:
-                        self._strays.add(entry.mountpoint)
-                        log.warning("a worker of a former life still serves", mountpoint=entry.mountpoint)
-                    continue
-                self._strays.discard(entry.mountpoint)
-                log.info("a mount of a former life was taken away", mountpoint=entry.mountpoint)
-                with suppress(OSError):
-                    os.rmdir(entry.mountpoint)
+    def _mountpoints(self) -> set[str]:
+        return {life.image.mountpoint for life in list(self._lives.values())}
 
     def _life(self, image: Image) -> Life:
         return Life(
@@ -254,23 +240,11 @@ class Supervisor:
             image = known
             image.want_next(request)
         else:
-            self._check_limits()
+            check_room(len(self._lives) + 1, self._config)
             split_snapshot_url(request.snapshot_url)
             image = self._prepare(request, {})
         self.events.publish("image-requested", image=number, snapshot_url=request.snapshot_url)
         return image.describe()
-
-    def _check_limits(self) -> None:
-        """Raises: `Refused` when one more image would be too many, or too much for the node's memory."""
-        count, limits = len(self._lives) + 1, self._config.daemon
-        if count > limits.images_max:
-            raise Refused(f"this node serves {limits.images_max} images already (daemon.images_max)")
-        limit_bytes = machine_bytes() // 2 if limits.memory_max_bytes is None else limits.memory_max_bytes
-        if count * self._config.memory_max_bytes > limit_bytes and count > 1:
-            raise Refused(
-                f"{count} images may use {count * self._config.memory_max_bytes} bytes of memory, this node gives "
-                f"{limit_bytes} (daemon.memory_max_bytes)"
-            )
 
     def images(self) -> Sequence[ImageState]:
         """All images, oldest first, and those that ended a while ago."""
@@ -351,12 +325,16 @@ class Supervisor:
 
     async def cache(self) -> CacheState:
         """Describe the node cache."""
-        return await trio.to_thread.run_sync(cache_state, self._config.cache, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(
+            cache_state, self._config.cache, abandon_on_cancel=True, limiter=self._disk_looks
+        )
 
     async def records(self, *, limit: int) -> Sequence[RecordFacts]:
         """Give the newest records, newest first."""
         directory = self._config.log_directory / "records"
-        return await trio.to_thread.run_sync(newest_records, directory, limit, abandon_on_cancel=True)
+        return await trio.to_thread.run_sync(
+            newest_records, directory, limit, abandon_on_cancel=True, limiter=self._disk_looks
+        )
 
     def health(self) -> Health:
         """Say what this node can't do now."""
@@ -410,6 +388,7 @@ def run_daemon(
     hardening.raise_descriptor_limit()
     hardening.lower_oom_score()
     hardening.dump_stacks_on_request()
+    allocator.give_back()  # what imports have used
     channel = NotifyChannel(environment.notify_socket)
     store = FdStore(channel, environment.received, capacity=facts.fd_store_max)
     keeper = FdKeeper(store, version=version())

@@ -32,7 +32,7 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import structlog
@@ -41,6 +41,7 @@ import trio
 from streamd import config as configuration
 from streamd.config import Config, Prefetch
 from streamd.daemon import allocator, hardening, seccomp
+from streamd.daemon.assignment import Assignment
 from streamd.daemon.caching import open_node_cache
 from streamd.daemon.holding import Holding, hold_files
 from streamd.daemon.keepsake import MAX_BYTES, decode_pinned, encode_pinned
@@ -67,34 +68,6 @@ BEAT_S = 1.0
 _ACCESS_LOOK_S = 2.0
 # What of the openers goes into a beat: a message is bounded, and an image has a handful.
 _OPENERS_MAX = 64
-
-
-@dataclass(frozen=True, slots=True)
-class Assignment:
-    """What a worker is to serve, as the supervisor says it. `credentials`: as `parse_credentials` takes them.
-
-    `config_text` is the configuration as the supervisor found it at its start: a file that somebody has broken since
-    must not keep a worker from taking over. `bind`: the number and the device of the bind that is taken over, None for
-    a mount that is served. `may_be_warm`: sealed files may be given to be bound, else they are served.
-    """
-
-    image: str
-    snapshot_url: str
-    mountpoint: str
-    prefetch: str
-    tenant: str = ""
-    credentials: Mapping[str, Any] | None = None
-    config_text: str = ""
-    log_level: str = "info"
-    store_timeout_s: float = 60.0
-    may_harden: bool = True
-    openers: tuple[tuple[int, int, str, str | None], ...] = ()
-    bind: tuple[int, tuple[int, int]] | None = None
-    may_be_warm: bool = True
-
-    def message(self) -> dict[str, object]:
-        """Give it as a message."""
-        return {"do": "serve", "assignment": asdict(self)}
 
 
 def main(end: socket.socket) -> int:

@@ -130,7 +130,8 @@ def _left_by_quota(others: Sequence[Resident], limits: Limits) -> int:
 def _may_leave(image: Resident, newcomer: Newcomer, *, recent_s: float, now_s: float) -> bool:
     if image.is_owned or image.is_pinned:
         return False
-    is_recent = image.used_s > now_s - recent_s
+    # The second bound: what was used before the clock was set back would else stay until that time has come.
+    is_recent = now_s - recent_s < image.used_s < now_s + recent_s
     return not is_recent or (newcomer.used_s is not None and image.used_s < newcomer.used_s)
 
 

@@ -65,6 +65,12 @@ def _save(image: Path, store: Store, snapshot_id: str) -> Saved:
 
 
 @pytest.fixture(scope="session")
+def save() -> Callable[[Path, Path, str], Saved]:
+    """Give what pushes an image to a directory, by a name."""
+    return lambda image, store, snapshot_id: _save(image, open_store(f"file://{store}"), snapshot_id)
+
+
+@pytest.fixture(scope="session")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make an image of 40 MiB, a tenth of its blocks zero."""
     directory = tmp_path_factory.mktemp("image") / "image"

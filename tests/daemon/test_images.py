@@ -135,6 +135,15 @@ def test_what_dead_workers_have_counted_is_not_forgotten() -> None:
     assert [opener.pid for opener in shown.openers] == [42]
 
 
+def test_a_cache_that_was_lost_on_the_way_is_told_of_like_one_that_was_never_there() -> None:
+    image = make()
+    assert image.describe().cache_problem is None
+    image.take_status(status(cache_problem=None, cache_failure="[Errno 28] No space left on device"))
+    assert image.describe().cache_problem == "[Errno 28] No space left on device"
+    image.take_status(status(cache_problem="it did not answer", cache_failure=None))
+    assert image.describe().cache_problem == "it did not answer"
+
+
 def test_a_mountpoint_is_told_only_while_something_is_mounted_there() -> None:
     for state in ImageStateName:
         is_there = state in (ImageStateName.SERVING, ImageStateName.WARM, ImageStateName.DRAINING)

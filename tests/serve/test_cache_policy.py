@@ -49,6 +49,11 @@ def test_images_in_use_pinned_or_used_just_now_stay() -> None:
     assert room_bytes(NEW, others, limits=LIMITS, space=ROOMY) == 10
 
 
+def test_a_clock_that_was_set_back_keeps_nothing_for_good() -> None:
+    assert leaving(NEW, image("a", 90, age_s=-HOUR_S / 2)) == []
+    assert leaving(NEW, image("a", 90, age_s=-7 * 24 * HOUR_S)) == ["a"]
+
+
 def test_an_idle_pinned_image_stays_for_as_long_as_it_is_pinned() -> None:
     assert leaving(NEW, image("a", 90, age_s=7 * 24 * HOUR_S, pinned=True)) == []
 

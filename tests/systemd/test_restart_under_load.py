@@ -3,17 +3,20 @@
 Readers run inside the machine, as units: what the daemon mounts is seen there and nowhere else.
 """
 
+import contextlib
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from bench.emulator import Emulator
 from bench.event_tape import Tape
+from bench.fault_proxy import FaultProxy
 from bench.images import make_image
 from bench.slot_reader import Outcome
 from streamd.daemon.client import DaemonClient, NoAnswer, NoDaemon
@@ -22,6 +25,7 @@ from streamd.errors import StreamdError
 from streamd.fuse import mountinfo, mounting
 from streamd.fuse.mountinfo import MountEntry
 from streamd.save.push import PushOptions, push
+from streamd.store.gcs import GoogleStore
 from streamd.store.opening import open_store
 from tests.systemd.machine import Machine, wait_until
 
@@ -34,6 +38,8 @@ _PAGES_BYTES = 24 << 20
 # Some 18 MB are stored, for each tenant: they load for longer than two restarts take.
 _SLOW = "?rate=3MB/s"
 _LIMIT_S = 60.0
+_BUCKET = "bucket"
+_PUSH = PushOptions(chunk_bytes=64 << 10, pack_bytes=4 << 20)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +57,12 @@ class _Loading:
 class Node:
     """A machine with the shipped unit, whose program is the daemon of this checkout; a snapshot, and who reads it."""
 
-    def __init__(self, machine: Machine, pages: Path, url: str) -> None:
+    def __init__(self, machine: Machine, pages: Path, url: str, *settings: str, slow: str = _SLOW) -> None:
         self.machine = machine
+        self._settings = settings
         self._pages = pages
         self.url = url
+        self._slow = slow
         # Short names: the socket's path is bounded.
         self._run_directory = machine.place / "r"
         self.client = DaemonClient(self._run_directory)
@@ -70,6 +78,7 @@ class Node:
         paths = ":".join(map(str, [*search, ROOT]))
         lines = ["[Service]", "ExecStart=", f"ExecStart={self._program}", f"Environment=PYTHONPATH={paths}"]
         lines += [f"StandardError=append:{self.machine.place}/errors", "Environment=PYTHONDONTWRITEBYTECODE=1"]
+        lines += self._settings
         self.machine.write(f"{_UNIT}.d/10-program.conf", "\n".join(lines) + "\n")
         self.machine.systemctl("daemon-reload")
 
@@ -100,6 +109,21 @@ class Node:
         self._install(facts.parent)
         self.restart()
 
+    def set_clocks(self, ahead_s: int) -> None:
+        """Let the next lives have other clocks than workers of this one: all but the time of day, by so many seconds.
+
+        What it takes to begin with other clocks isn't what the unit may do.
+        """
+        ahead = f"unshare --time --monotonic {ahead_s} --boottime {ahead_s} {self._program}"
+        lines = ["[Service]", "ExecStart=", f"ExecStart=/usr/bin/{ahead}", "RestrictNamespaces=no"]
+        lines += ["ProtectClock=no", "CapabilityBoundingSet=CAP_SYS_TIME"]
+        self.machine.write(f"{_UNIT}.d/20-clocks.conf", "\n".join(lines) + "\n")
+        self.machine.systemctl("daemon-reload")
+
+    def clocks(self) -> str:
+        """Give what the supervisor's clocks are ahead by (time_namespaces(7))."""
+        return self.machine.run("cat", f"/proc/{self.machine.show(_UNIT, 'MainPID')}/timens_offsets")
+
     def next_life(self, last_started_s: float) -> dict[str, Any]:
         """Wait for an answer of a supervisor that was started later than that."""
         found: list[dict[str, Any]] = []
@@ -116,11 +140,16 @@ class Node:
 
     # Its images
 
-    def load(self, tenant: str) -> _Loading:
-        """Have the snapshot served to a tenant, and start to read it."""
-        image_id = str(self.client.request_image(self.url + _SLOW, tenant=tenant, prefetch="none")["id"])
+    def serve(self, tenant: str) -> dict[str, Any]:
+        """Have the snapshot served to a tenant."""
+        image_id = str(self.client.request_image(self.url + self._slow, tenant=tenant, prefetch="none")["id"])
         state: dict[str, Any] = self.client.image(image_id, wait_s=_LIMIT_S)
         assert state["state"] == "serving", f"{state}\n{self.log()}"
+        return state
+
+    def load(self, tenant: str) -> _Loading:
+        """Have it served, and start to read it."""
+        state = self.serve(tenant)
         name = f"reader-{tenant}"
         command = f"{sys.executable} -S {_READER} {state['mountpoint']}/pages.img {self._pages} --slots 32"
         lines = ["[Service]", f"ExecStart={command}", f"StandardOutput=append:{self.machine.place}/{name}.out"]
@@ -128,13 +157,13 @@ class Node:
         self.machine.write(f"{name}.service", "\n".join(["[Unit]", "DefaultDependencies=no", *lines]) + "\n")
         self.machine.systemctl("daemon-reload")
         self.machine.systemctl("start", f"{name}.service")
-        loading = _Loading(image_id, name)
+        loading = _Loading(state["id"], name)
         wait_until(lambda: len(self._said(loading)) >= 1, f"{name} has pages.img open: {self.log()}")
         return loading
 
     def request(self, tenant: str, request_id: str) -> str:
         """Ask for the snapshot under a request id; give the image."""
-        answer = self.client.request_image(self.url + _SLOW, tenant=tenant, prefetch="none", request_id=request_id)
+        answer = self.client.request_image(self.url + self._slow, tenant=tenant, prefetch="none", request_id=request_id)
         return str(answer["id"])
 
     def _said(self, loading: _Loading) -> list[dict[str, Any]]:
@@ -218,10 +247,17 @@ def node(machine: Machine) -> Node:
     """Start the daemon, and save a snapshot that its tenants restore."""
     image, store = machine.place / "image", open_store(f"file://{machine.place}/s")
     make_image(image, _PAGES_BYTES, zero=0.1)
-    push(image, store, snapshot_id="small", push_id="p", options=PushOptions(chunk_bytes=64 << 10, pack_bytes=4 << 20))
+    push(image, store, snapshot_id="small", push_id="p", options=_PUSH)
     installed = Node(machine, image / "pages.img", f"{store.url}/small")
     installed.start()
     return installed
+
+
+@pytest.fixture
+def proxy() -> Iterator[FaultProxy]:
+    """Start a Google Cloud Storage of our own, and a proxy before it."""
+    with Emulator(_BUCKET) as emulator, FaultProxy(emulator.port) as running:
+        yield running
 
 
 @pytest.mark.parametrize(
@@ -378,3 +414,53 @@ def test_an_image_that_was_going_when_the_supervisor_ended_is_prepared_anew_for_
     assert [entry.mountpoint for entry in node.mounts()] == [state["mountpoint"]]
     assert node.is_whole(node.outcome(node.load("one"))), node.log()
     assert "image failed" not in node.log()
+
+
+def test_a_restart_with_the_store_down_costs_no_read(machine: Machine, proxy: FaultProxy) -> None:
+    """Of the supervisor, and then of all: what the next workers need of the snapshot isn't in the store only."""
+    image = machine.place / "image"
+    make_image(image, _PAGES_BYTES, zero=0.1)
+    with contextlib.closing(GoogleStore(_BUCKET, "p", emulator_host=proxy.address)) as store:
+        push(image, store, snapshot_id="small", push_id="p", options=_PUSH)
+        url = f"{store.url}/small"
+    node = Node(machine, image / "pages.img", url, f"Environment=STORAGE_EMULATOR_HOST={proxy.address}", slow="")
+    node.start()
+    started_s = node.next_life(0.0)["started_s"]
+    node.serve("one")
+    proxy.refuse()
+    loading = node.load("one")
+    mounts, [worker] = node.mounts(), node.workers([loading])
+    node.restart()
+    started_s = node.next_life(started_s)["started_s"]
+    assert node.workers([loading]) == [worker]
+    node.kill_all()
+    node.next_life(started_s)
+    tape = Tape(node.client)
+    tape.follow()
+    tape.until("worker-replaced", image=loading.image_id)  # it serves, as far as it can
+    assert node.mounts() == mounts
+    assert node.is_loading(loading)
+    proxy.accept()
+    assert node.is_whole(node.outcome(loading)), node.log()
+    node.machine.systemctl("stop", _UNIT)
+    tape.join()
+    assert "Traceback" not in node.log()
+
+
+def test_a_supervisor_whose_clocks_are_others_takes_workers_over_as_they_are(node: Node) -> None:
+    loadings = [node.load(tenant) for tenant in _TENANTS[:2]]
+    mounts, workers = node.mounts(), node.workers(loadings)
+    started_s = node.next_life(0.0)["started_s"]
+    for ahead_s, is_killed in ((10_000_000, True), (-1000, False)):
+        node.set_clocks(ahead_s)
+        node.restart()
+        started_s = node.next_life(started_s)["started_s"]
+        assert str(ahead_s) in node.clocks()
+        assert node.workers(loadings) == workers
+        if is_killed:
+            node.machine.run("kill", "-KILL", str(workers[0]))
+            workers[:1] = node.next_workers(loadings[:1], workers)
+    assert node.mounts() == mounts
+    assert all(node.is_whole(node.outcome(loading)) for loading in loadings), node.log()
+    assert node.workers(loadings) == workers
+    assert "Traceback" not in node.log()

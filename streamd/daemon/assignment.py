@@ -1,0 +1,33 @@
+"""What a worker is to serve, as the supervisor says it; apart from the worker, whose imports that needn't have."""
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Assignment:
+    """One image for one worker. `credentials`: as `parse_credentials` takes them.
+
+    `config_text` is the configuration as the supervisor found it at its start: a file that somebody has broken since
+    must not keep a worker from taking over. `bind`: the number and the device of the bind that is taken over, None for
+    a mount that is served. `may_be_warm`: sealed files may be given to be bound, else they are served.
+    """
+
+    image: str
+    snapshot_url: str
+    mountpoint: str
+    prefetch: str
+    tenant: str = ""
+    credentials: Mapping[str, Any] | None = None
+    config_text: str = ""
+    log_level: str = "info"
+    store_timeout_s: float = 60.0
+    may_harden: bool = True
+    openers: tuple[tuple[int, int, str, str | None], ...] = ()
+    bind: tuple[int, tuple[int, int]] | None = None
+    may_be_warm: bool = True
+
+    def message(self) -> dict[str, object]:
+        """Give it as a message."""
+        return {"do": "serve", "assignment": asdict(self)}
