@@ -16,6 +16,7 @@
     background_gets = 16                   # most requests to the store at once for what no thread waits for
     get_bytes = "2MiB"                     # most bytes of one such request
     fault_gets = 16                        # requests at once for stopped threads, on top
+    max_bytes_per_s = 0                    # of one image from the store; 0: no limit. Stopped threads don't wait for it
 
     [policy]
     event_after_s = "10s"                  # a read that waited this long is reported
@@ -27,6 +28,7 @@
     grace_s = "60s"                        # how long an image that nobody uses stays mounted
     images_max = 128                       # images served at once; the next one is refused
     memory_max_bytes = "50%"               # of what all of them may use together (each: memory_max_bytes above)
+    fetch_max_bytes_per_s = 0              # of all of them together; 0: no limit (each: fetch.max_bytes_per_s above)
 
 A size is a number of bytes or text with a unit (`10GiB`, `100MB`), a duration is seconds or text with a unit
 (`500ms`, `60s`, `24h`). Keys that are not above are refused, and all problems of a file are reported at once. Flags of
@@ -47,6 +49,8 @@ DEFAULT_PATH = Path("/etc/streamd/streamd.toml")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+# A lower rate is a mistake, as of bits for bytes: a chunk of 256 KiB would take longer than 4 s.
+RATE_MIN_BYTES_PER_S = 64 * KIB
 _SIZE_UNITS = {"B": 1}
 for _power, _letter in enumerate("KMGTP", start=1):
     _SIZE_UNITS[f"{_letter}B"] = 1000**_power
@@ -92,11 +96,13 @@ class FetchConfig:
     """How the store is read: requests at once for background work, bytes of one, requests at once for faults; at most.
 
     How much of that is used at a time follows from what the store and the link bring (`serve/limit.py`).
+    `max_bytes_per_s` bounds what one image takes (`serve/rate.py`), 0: nothing does.
     """
 
     background_gets: int = 16
     get_bytes: int = 2 * MIB
     fault_gets: int = 16
+    max_bytes_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,11 +117,15 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class DaemonConfig:
-    """What a node serves, and for how long (`daemon/supervisor.py`). `memory_max_bytes` None: half of the machine's."""
+    """What a node serves, and for how long (`daemon/supervisor.py`).
+
+    `memory_max_bytes` None: half of the machine's; `fetch_max_bytes_per_s` 0: no limit.
+    """
 
     grace_s: float = 60.0
     images_max: int = 128
     memory_max_bytes: int | None = None
+    fetch_max_bytes_per_s: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -239,6 +249,13 @@ class _Table:
             return None
         return size
 
+    def rate(self, key: str) -> int:
+        """Take bytes a second, 0 for no limit."""
+        rate = self.size(key, low=0, high=1 << 50) or 0
+        if 0 < rate < RATE_MIN_BYTES_PER_S:
+            self.problem(key, f"must be 0 (no limit) or at least {RATE_MIN_BYTES_PER_S} bytes a second, not {rate}")
+        return rate
+
     def duration_s(self, key: str, default: float, *, high: float) -> float:
         value = self._left.pop(key, default)
         try:
@@ -280,6 +297,7 @@ def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[
             # Smaller than a chunk makes no sense; larger holds too much of the memory cap in one request.
             get_bytes=fetch.size("get_bytes", low=64 * KIB, high=64 * MIB) or defaults.fetch.get_bytes,
             fault_gets=fetch.integer("fault_gets", defaults.fetch.fault_gets, low=1, high=256),
+            max_bytes_per_s=fetch.rate("max_bytes_per_s"),
         ),
         policy=PolicyConfig(
             event_after_s=policy.duration_s("event_after_s", defaults.policy.event_after_s, high=86400),
@@ -291,6 +309,7 @@ def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[
             grace_s=daemon.duration_s("grace_s", defaults.daemon.grace_s, high=366 * 86400),
             images_max=daemon.integer("images_max", defaults.daemon.images_max, low=1, high=512),
             memory_max_bytes=daemon.size("memory_max_bytes", low=32 * MIB, high=1 << 50, whole_bytes=machine_bytes),
+            fetch_max_bytes_per_s=daemon.rate("fetch_max_bytes_per_s"),
         ),
         memory_max_bytes=top.size("memory_max_bytes", low=32 * MIB, high=1 << 50) or defaults.memory_max_bytes,
         log_level=top.choice("log_level", defaults.log_level, LOG_LEVELS),

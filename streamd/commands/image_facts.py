@@ -41,6 +41,7 @@ class ImageFacts:
     stalls: int
     restarts: int
     worker_started_s: float | None
+    fetch_max_bytes_per_s: int
     note: str
     tiers: Mapping[str, int] = field(default_factory=dict)
 
@@ -106,6 +107,7 @@ def facts_of(answer: Answer) -> ImageFacts:
         stalls=int(_number(answer.get("stalls"))),
         restarts=int(_number(answer.get("restarts"))),
         worker_started_s=None if started_s is None else _number(started_s),
+        fetch_max_bytes_per_s=int(_number(answer.get("fetch_max_bytes_per_s"))),
         note=_note(answer),
         tiers={tier: int(_number(amount)) for tier, amount in _dict(answer.get("bytes_by_tier")).items()},
     )

@@ -102,7 +102,9 @@ def _print_daemon(daemon: Answer, images: list[Answer]) -> None:
     draining = "; draining: it takes no new images" if daemon.get("is_draining") else ""
     who = f"daemon {printable(daemon.get('version'))} (pid {printable(daemon.get('pid'))})"
     shown = [facts for facts in map(facts_of, images) if facts.state != GONE]
-    click.echo(f"{who} serves {count_text(len(shown), 'image')}{draining}")
+    limit = daemon.get("fetch_max_bytes_per_s")
+    limited = f", at most {limit / 1e6:.1f} MB/s from the store" if isinstance(limit, int) and limit else ""
+    click.echo(f"{who} serves {count_text(len(shown), 'image')}{limited}{draining}")
     for warning in _list(daemon.get("warnings")):
         click.echo(f"warning: {printable(warning)}")
     if shown:

@@ -56,9 +56,10 @@ class Sample:
 def command(invocation: Invocation, interval_s: float, once: bool) -> None:
     """Watch the daemon's images as they load; Ctrl-C ends it.
 
-    STORE MB/s is what the store sends, READ MB/s what readers get. FAULT WAITS counts reads of stopped threads that had
-    to wait, P50 and P99 say for how long; STALLS are reads that waited for too long. Images that somebody uses come
-    first. While the daemon is restarted the view stays and says so.
+    STORE MB/s is what the store sends, `of` how much where that is limited (stopped threads don't wait for a limit),
+    READ MB/s what readers get. FAULT WAITS counts reads of stopped threads that had to wait, P50 and P99 say for how
+    long; STALLS are reads that waited for too long. Images that somebody uses come first. While the daemon is restarted
+    the view stays and says so.
 
     \b
     Example:
@@ -126,11 +127,12 @@ def summary(sample: Sample, before: Sample | None) -> list[str]:
     used = f"{count_text(len(sample.images), 'image')}, {len(in_use(sample.images))} in use"
     rates = [_rates(image, sample, before) for image in sample.images]
     store, read = (sum(rate or 0.0 for rate in column) for column in zip(*rates, strict=True)) if rates else (0.0, 0.0)
+    limit = _limit_text(health.get("fetch_max_bytes_per_s"))
     draining = "; draining: no new images" if health.get("is_draining") else ""
     warnings = health.get("warnings")
     lines = [
         f"streamd {health.get('version')} (pid {health.get('pid')}{up}): {used}{draining}",
-        f"from the store {store:.1f} MB/s, to readers {read:.1f} MB/s; {sample.cache}",
+        f"from the store {store:.1f}{limit} MB/s, to readers {read:.1f} MB/s; {sample.cache}",
         *(f"warning: {warning}" for warning in (warnings if isinstance(warnings, list) else [])),
     ]
     return list(map(printable, lines))
@@ -141,6 +143,7 @@ def rows(sample: Sample, before: Sample | None) -> list[list[object]]:
     found: list[list[object]] = []
     for image in sorted(sample.images, key=lambda image: not image.is_in_use):
         store, read = ("–" if rate is None else f"{rate:.1f}" for rate in _rates(image, sample, before))
+        store += _limit_text(image.fetch_max_bytes_per_s)
         waits = (image.fault_p50_ms, image.fault_p99_ms)
         median, most = map(wait_text, waits) if image.fault_waits else ("–", "–")
         found.append(
@@ -164,6 +167,11 @@ def _rates(image: ImageFacts, sample: Sample, before: Sample | None) -> tuple[fl
     # Counted anew: a daemon that has taken over knows what its worker has done, not its predecessors.
     store, read = (None if difference < 0 else difference / seconds / 1e6 for difference in differences)
     return store, read
+
+
+def _limit_text(bytes_per_s: object) -> str:
+    """Write what a rate is bounded by, nothing where it isn't."""
+    return f" of {bytes_per_s / 1e6:.1f}" if isinstance(bytes_per_s, int) and bytes_per_s else ""
 
 
 def _show_live(watch: _Watch, sample: Sample, interval_s: float) -> None:

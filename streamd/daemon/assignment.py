@@ -4,6 +4,9 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
+# How often a worker says that it lives, and what it has done.
+BEAT_S = 1.0
+
 
 @dataclass(frozen=True, slots=True)
 class Assignment:
@@ -12,6 +15,7 @@ class Assignment:
     `config_text` is the configuration as the supervisor found it at its start: a file that somebody has broken since
     must not keep a worker from taking over. `bind`: the number and the device of the bind that is taken over, None for
     a mount that is served. `may_be_warm`: sealed files may be given to be bound, else they are served.
+    `fetch_bytes_per_s` is what it may fetch (0: no bound).
     """
 
     image: str
@@ -24,6 +28,7 @@ class Assignment:
     log_level: str = "info"
     store_timeout_s: float = 60.0
     may_harden: bool = True
+    fetch_bytes_per_s: int = 0
     openers: tuple[tuple[int, int, str, str | None], ...] = ()
     bind: tuple[int, tuple[int, int]] | None = None
     may_be_warm: bool = True

@@ -22,6 +22,7 @@ from streamd.daemon.api.models import (
     Progress,
     ReleaseGaps,
 )
+from streamd.daemon.shares import Demand
 
 # Workers that die more often than this are not replaced: the reads fail, and somebody looks at it. One that dies at
 # once, over a request that is given out again each time, gets there in some three seconds.
@@ -123,6 +124,14 @@ class Image:
         self.state = self.mounted_state
         return True
 
+    @property
+    def demand(self) -> Demand:
+        """What it would take of the node's link: all, until its worker has said what; of a warm image, nothing."""
+        if self.is_warm:
+            return Demand(0.0, is_held_back=False)
+        status = self.status
+        return Demand(int(status.get("fetch_bytes_per_s", 0)), bool(status.get("fetch_is_held_back", True)))
+
     def take_status(self, status: Mapping[str, Any]) -> None:
         """Take what a worker says of itself."""
         self.status = status
@@ -207,6 +216,7 @@ class Image:
                 p99_ms=1000 * float(self.status.get("release_gap_p99_s", 0.0)),
             ),
             stalls=totals.pop("stalls", 0),
+            fetch_max_bytes_per_s=int(self.status.get("fetch_max_bytes_per_s", 0)),
             bytes_by_tier={name: amount for name, amount in totals.items() if name != "cache_verified_chunks"},
             last_error=self.last_error,
             cache_problem=self.cache_problem,

@@ -37,6 +37,7 @@ from streamd.daemon.assignment import Assignment
 from streamd.daemon.images import Image
 from streamd.daemon.memfds import memfd_of
 from streamd.daemon.relay import relayed, single_error
+from streamd.daemon.shares import Demand
 from streamd.daemon.spawning import Spawner, WorkerProcess
 from streamd.errors import Exit, NotFound, Refused, StreamdError
 from streamd.fuse import binding, mount_paths, mountinfo, mounting
@@ -64,6 +65,8 @@ _IDLE_LOOK_S = 0.5
 _END_S = 10.0
 _ANSWER_S = 5.0
 _MOUNTPOINTS_MAX = 8
+# A worker is told of a greater share when it is so much greater; of a smaller one always, since they add up.
+_NOTABLE_SHARE = 1.05
 _INIT_BYTES = (1 << 20) + 8192
 # linux/fuse.h: struct fuse_out_header of a notification: len, code, no unique.
 _RESEND = struct.pack("<IiQ", 16, 7, 0)
@@ -134,6 +137,7 @@ class Life:
         self._questions = 0
         self._is_handing_over = False
         self._preparing: trio.CancelScope | None = None
+        self._share: int | None = None  # of the link, that the worker was told, or the next one will be
 
     def adopt(self, mount: FuseMount | BindMount, init: bytes, keepsake_fd: int, worker: WorkerProcess | None) -> None:
         """Take over a mount that a former supervisor has made, and its worker, if that lives; before `run`."""
@@ -274,6 +278,7 @@ class Life:
             log_level=self._config.log_level,
             store_timeout_s=self._store_timeout_s,
             may_harden=self._may_harden,
+            fetch_bytes_per_s=self._share or 0,
             openers=openers,
             bind=_bind_facts(self.mount) if isinstance(self.mount, BindMount) else None,
             may_be_warm=self._may_be_warm,
@@ -410,6 +415,19 @@ class Life:
         await trio.sleep(_HAND_OVER_S)
         if self.worker is worker:
             worker.signal(signal.SIGKILL)
+
+    @property
+    def demand(self) -> Demand:
+        """What its worker would take of the node's link."""
+        return self.image.demand
+
+    def share_link(self, bytes_per_s: int) -> None:
+        """Bound what its worker takes, and those that come after it (0: no bound)."""
+        if self._share is not None and self._share <= bytes_per_s <= _NOTABLE_SHARE * self._share:
+            return
+        # One that doesn't read what it is told is told the next time, or is replaced.
+        if self.worker is None or self.worker.wire.send_nowait({"do": "rate", "bytes_per_s": bytes_per_s}):
+            self._share = bytes_per_s
 
     async def fail(self, *, handle: int | None, container: str | None) -> int:
         """Fail reads; how many handles'. Raises: `NotFound` when nobody serves."""

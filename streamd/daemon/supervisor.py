@@ -41,12 +41,14 @@ from streamd.daemon.api.models import (
 )
 from streamd.daemon.api.port import Draining, ImageInUse
 from streamd.daemon.api.server import Allowed, serve
+from streamd.daemon.assignment import BEAT_S
 from streamd.daemon.fd_store import FdStore
 from streamd.daemon.images import Image, image_id
 from streamd.daemon.life import Life
 from streamd.daemon.node_disk import cache_state, newest_records
 from streamd.daemon.notes import NodeMemory
 from streamd.daemon.service_manager import ManagerEnvironment, Notifier, NotifyChannel
+from streamd.daemon.shares import divide_link
 from streamd.daemon.sockets import BoundSocket, api_socket_path
 from streamd.daemon.spawning import Spawner
 from streamd.daemon.strays import Strays
@@ -121,6 +123,7 @@ class Supervisor:
                     self._adopt(kept)
                 self.memory.recall(self._keeper.open_notes(), self._images)
                 await trio.to_thread.run_sync(self._strays.clean_up, self._mountpoints)
+                self._nursery.start_soon(self._keep_dividing)
                 task_status.started()
                 while True:
                     await trio.sleep(_STRAYS_LOOK_S)
@@ -194,7 +197,13 @@ class Supervisor:
         assert self._nursery is not None
         self._images[image.id] = image
         self._lives[image.id] = life
+        divide_link(self._lives.values(), self._config)
         self._nursery.start_soon(self._live, image, life)
+
+    async def _keep_dividing(self) -> None:
+        while True:
+            await trio.sleep(BEAT_S)
+            divide_link(self._lives.values(), self._config)
 
     async def _live(self, image: Image, life: Life) -> None:
         await life.run()
@@ -351,6 +360,7 @@ class Supervisor:
             images=len(self._lives),
             pid=os.getpid(),
             started_s=round(self._started_s, 3),
+            fetch_max_bytes_per_s=self._config.daemon.fetch_max_bytes_per_s,
             version=version(),
         )
 

@@ -13,6 +13,8 @@ What is said on the wire (`wire.py`), all of it in this order:
                          {"is": "beat", "status"}    every second: it lives
                          {"is": "ended"}             the connection is over (unmounted, aborted), and so is this process
     supervisor → worker  {"do": "fail", "id", …}     → {"is": "answer", "id", "failed"}
+                         {"do": "rate", "bytes_per_s"}
+                                                     what it may fetch from now on (0: no bound)
                          {"do": "hand-over"}         end, leaving what waits to the next worker
 
 Of a warm image the device is the files' directory, and INIT empty. A worker asks for the snapshot with its tenant's
@@ -41,7 +43,7 @@ import trio
 from streamd import config as configuration
 from streamd.config import Config, Prefetch
 from streamd.daemon import allocator, hardening, seccomp
-from streamd.daemon.assignment import Assignment
+from streamd.daemon.assignment import BEAT_S, Assignment
 from streamd.daemon.caching import open_node_cache
 from streamd.daemon.holding import Holding, hold_files
 from streamd.daemon.keepsake import MAX_BYTES, decode_pinned, encode_pinned
@@ -64,7 +66,6 @@ from streamd.store.token_sources import parse_credentials
 
 log = structlog.get_logger()
 
-BEAT_S = 1.0
 _ACCESS_LOOK_S = 2.0
 # What of the openers goes into a beat: a message is bounded, and an image has a handful.
 _OPENERS_MAX = 64
@@ -109,6 +110,7 @@ class _Worker:
         self._is_taken_over = False
         self._device_fd = -1
         self._init = b""
+        self._fetch_bytes_per_s = assignment.fetch_bytes_per_s
 
     async def run(self, fds: list[int]) -> int:
         assignment, config = self._assignment, self._config
@@ -236,6 +238,7 @@ class _Worker:
             cache_problem=cache_problem,
             former_openers=openers if self._is_taken_over else None,
         )
+        serving.image.share_link(self._fetch_bytes_per_s)
 
         async def connect() -> tuple[int, bytes]:
             if not self._is_taken_over:
@@ -321,6 +324,10 @@ class _Worker:
                     self._connected.set()
                 case "fail":
                     self._fail(message)
+                case "rate" if isinstance(message.get("bytes_per_s"), int) and message["bytes_per_s"] >= 0:
+                    self._fetch_bytes_per_s = message["bytes_per_s"]
+                    if self._serving is not None:
+                        self._serving.image.share_link(self._fetch_bytes_per_s)
                 case "hand-over":
                     log.info("handing over to the next worker")
                     if self._serving is not None:

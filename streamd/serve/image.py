@@ -142,6 +142,10 @@ class ServedImage:
         """Bring to the disk what is on its way there, within a bound. Nothing is cached after it."""
         await self._residency.finish(timeout_s=2.0)
 
+    def share_link(self, bytes_per_s: int) -> None:
+        """Bound what is fetched for anything but stopped threads from now on (0: no bound), whatever is configured."""
+        self._scheduler.share_link(bytes_per_s)
+
     async def load_small_files(self) -> None:
         """Bring everything but pages.img here: gVisor reads it serially, before anything can run.
 
@@ -381,6 +385,9 @@ class ServedImage:
             "second_tries": stats.second_tries,
             "background_limit_bytes": self._scheduler.limit.bytes,
             "background_bytes_per_s": round(self._scheduler.limit.bytes_per_s),
+            "fetch_max_bytes_per_s": self._scheduler.rate.bytes_per_s,
+            "fetch_bytes_per_s": round(self._scheduler.rate.used_per_s(now_s)),
+            "fetch_is_held_back": self._scheduler.rate.is_held_back(now_s),
             "first_byte_s": round(self._scheduler.limit.round_trip_s, 6),
             "release_gap_p50_s": round(stats.release_gaps.quantile_s(0.5), 6),
             "release_gap_p99_s": round(stats.release_gaps.quantile_s(0.99), 6),

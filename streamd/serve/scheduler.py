@@ -26,6 +26,7 @@ from streamd.serve.memory import Accountant
 from streamd.serve.order import WANTS, Key, Want, WantQueue
 from streamd.serve.plan import FrameSpan, GetPlan, Layout, joins
 from streamd.serve.policy import Fail, Trouble
+from streamd.serve.rate import FetchRate
 from streamd.serve.record import Recorder
 from streamd.serve.residency import CACHE_TIMEOUT_S, Place, Residency
 from streamd.serve.stats import ServeStats
@@ -130,6 +131,8 @@ class Scheduler:
         self._gets = Gets()
         self.limit = BackgroundLimit(get_bytes_max=fetch.get_bytes)
         self._limit_binds = False
+        self.rate = FetchRate(fetch.max_bytes_per_s)
+        self._stream_is_due = False
         self._pace_timer = False
         self._kicked = trio.Event()
         self._nursery: trio.Nursery | None = None
@@ -158,6 +161,11 @@ class Scheduler:
     def kick(self) -> None:
         """Look again for what can be started: something is wanted, or some room or capacity came free."""
         self._kicked.set()
+
+    def share_link(self, bytes_per_s: int) -> None:
+        """Bound what is fetched for anything but stopped threads from now on (0: no bound), whatever is configured."""
+        self.rate.set(bytes_per_s, trio.current_time())
+        self.kick()
 
     @property
     def waiting_chunks(self) -> int:
@@ -253,7 +261,8 @@ class Scheduler:
     # What is started next
 
     def _start_next(self) -> bool:
-        for want in self._wants:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
+        wants = _STREAM_BEFORE_HOT if self._stream_is_due else self._wants
+        for want in wants:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
             chunk = self._queue.first(want)
             if chunk is None:
                 continue
@@ -291,10 +300,14 @@ class Scheduler:
             case Want.WINDOW:
                 has_capacity = self._gets.urgent < self._fetch.fault_gets - FAULT_GETS_RESERVED
                 return WINDOW_GET_BYTES if has_capacity else 0
-        if self._gets.background >= self._fetch.background_gets or not self._is_time():
+        if self._gets.background >= self._fetch.background_gets:
             return 0
-        size = self.limit.get_bytes
-        if self._has_link():
+        size = min(self.limit.get_bytes, self.rate.get_bytes)
+        if want == Want.STREAM and self._stream_is_due:
+            size = min(size, TRICKLE_BYTES)
+        if not self._is_time(size):
+            return 0
+        if self._has_link(size):
             return size
         self._limit_binds = True
         # The learned order may have the link for long, and a fault needs a slot as well; those in flight have one.
@@ -302,10 +315,10 @@ class Scheduler:
             return min(size, TRICKLE_BYTES)
         return 0
 
-    def _has_link(self) -> bool:
-        """Whether so little is outstanding that one more background GET may be."""
+    def _has_link(self, size: int) -> bool:
+        """Whether so little is outstanding that a background GET of that size may be, too."""
         outstanding_bytes = self._gets.outstanding_bytes
-        return not outstanding_bytes or outstanding_bytes + self.limit.get_bytes <= self._background_limit_bytes()
+        return not outstanding_bytes or outstanding_bytes + size <= self._background_limit_bytes()
 
     def _is_urgent_moving(self) -> bool:
         """Whether something for a fault is on its way; not when all of that stands still."""
@@ -321,9 +334,13 @@ class Scheduler:
             return self.limit.bytes + soon_bytes
         return min(self.limit.bytes, max(self.limit.needed_bytes, FAULT_GET_BYTES)) + soon_bytes
 
-    def _is_time(self) -> bool:
-        """Whether the pace that the store has asked for lets a background request go now; if not, look again then."""
-        delay_s = self.limit.delay_s(trio.current_time())
+    def _is_time(self, size: int) -> bool:
+        """Whether a background request of that size may go now, by the pace that the store has asked for and the rate.
+
+        If not, look again then.
+        """
+        now_s = trio.current_time()
+        delay_s = max(self.limit.delay_s(now_s), self.rate.delay_s(size, now_s))
         if delay_s and not self._pace_timer:
             self._pace_timer = True
             self._later(delay_s, self._end_pace_timer, [])
@@ -398,6 +415,9 @@ class Scheduler:
             self._accountant.start_demand()
         if not get.is_urgent:
             self.limit.started(now_s)
+            # The learned order may have the rate for long, too: every other GET is then a small one for the stream.
+            self._stream_is_due = want == Want.HOT and self.rate.is_held_back(now_s)
+        self.rate.charge(plan.end - plan.start, now_s, is_urgent=get.is_urgent)
         self._gets.add(get)
         self._nursery.start_soon(self._run_fetch, get, flights)
 
@@ -476,7 +496,7 @@ class Scheduler:
                 self._take_chunk(chunk, data, now_s)
         total_bytes = self._stats.origin_bytes + self._gets.arrived_bytes
         self.limit.received(total_bytes, now_s, is_full=self._limit_binds)
-        if self._limit_binds and self._has_link():  # less is outstanding now
+        if self._limit_binds and self._has_link(self.limit.get_bytes):  # less is outstanding now
             self.kick()
 
     def _take_chunk(self, chunk: int, data: Buffer, now_s: float) -> None:
@@ -502,6 +522,8 @@ class Scheduler:
         plan, progress = get.plan, get.progress
         self._stats.origin_bytes += progress.origin_bytes
         self._stats.origin_requests += progress.requests
+        uncharged = progress.origin_bytes - (plan.end - plan.start)  # less than 0 where it was cut off
+        self.rate.charge(uncharged, trio.current_time(), is_urgent=get.is_urgent)
         if progress.first_byte_s:
             self.limit.first_byte(progress.first_byte_s)
         if self._recorder is not None:

@@ -11,6 +11,7 @@ from streamd.config import (
     CacheConfig,
     Config,
     ConfigError,
+    DaemonConfig,
     FetchConfig,
     PolicyConfig,
     load,
@@ -35,12 +36,14 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
     path.write_text(
         'log_level = "debug"\nrun_directory = "/r"\nlog_directory = "/l"\nmemory_max_bytes = "1GiB"\n'
         '[cache]\ndirectory = "/c"\nmax_bytes = "10GB"\nreserve_bytes = 4096\nrecent_s = "2h"\n'
-        '[fetch]\nbackground_gets = 1\nget_bytes = "1MiB"\nfault_gets = 2\n'
+        '[fetch]\nbackground_gets = 1\nget_bytes = "1MiB"\nfault_gets = 2\nmax_bytes_per_s = "5MB"\n'
+        '[daemon]\ngrace_s = "1m"\nimages_max = 3\nmemory_max_bytes = "4GiB"\nfetch_max_bytes_per_s = 100_000_000\n'
         '[policy]\nevent_after_s = 1\ncredentials_wait_s = "2m"\nhold_s = 0.5\numount_wait_s = "250ms"\n'
     )
     assert load(path) == Config(
         cache=CacheConfig(Path("/c"), 10**10, 4096, 7200.0),
-        fetch=FetchConfig(1, 1 << 20, 2),
+        fetch=FetchConfig(1, 1 << 20, 2, 5_000_000),
+        daemon=DaemonConfig(60.0, 3, 4 << 30, 100_000_000),
         policy=PolicyConfig(1.0, 120.0, 0.5, 0.25),
         memory_max_bytes=1 << 30,
         log_level="debug",
@@ -99,6 +102,8 @@ BAD = {
     "not a number": ({"policy": {"hold_s": float("nan")}}, "policy.hold_s: must be from 0"),
     "list as a duration": ({"policy": {"hold_s": [1]}}, "policy.hold_s: must be a duration"),
     "unknown level": ({"log_level": "loud"}, "log_level: must be one of debug, info, warning, error"),
+    "a rate that is none": ({"daemon": {"fetch_max_bytes_per_s": 1000}}, "daemon.fetch_max_bytes_per_s: must be 0 (no"),
+    "a negative rate": ({"fetch": {"max_bytes_per_s": -1}}, "fetch.max_bytes_per_s: must be from 0"),
     "text as a truth value": ({"cache": {"enabled": "no"}}, "cache.enabled: must be true or false"),
 }
 

@@ -166,7 +166,7 @@ def test_limits_and_settings_are_those_of_the_code() -> None:
     limits = Limits()
     assert f"| leases and followers of events | {limits.streams} |" in text
     assert f"| connections to the API | {limits.connections} |" in text
-    assert f"| descriptors in systemd's fd store | {FD_STORE_MAX}, five an image |" in text
+    assert f"| descriptors in systemd's fd store | {FD_STORE_MAX}, five an image and one |" in text
     assert f"(more than {DEATHS_MAX} in {DEATHS_WITHIN_S:g} s)" in text
     assert f"one that hangs is killed after {HANG_S:g})" in text
     assert f"the last {KEPT} since the daemon was started" in text

@@ -55,6 +55,7 @@ def test_without_a_daemon_there_are_mounts_only(streamd: "Streamd") -> None:
 
 def test_a_daemons_images_are_shown_with_who_serves_them(streamd: "Streamd", daemon: Running) -> None:
     daemon.node.warnings.append("the unit has no fd store")
+    daemon.node.fetch_max_bytes_per_s = 12_500_000
     load(daemon)
     daemon.call(partial(daemon.node.add, f"{URL}b", state=ImageStateName.GONE))
     daemon.call(daemon.node.drain)
@@ -66,7 +67,9 @@ def test_a_daemons_images_are_shown_with_who_serves_them(streamd: "Streamd", dae
     assert status["daemon"]["is_draining"]
 
     who, warning, _, row = streamd.run("status").stdout.splitlines()
-    assert who == "daemon test (pid 1) serves 1 image; draining: it takes no new images"
+    assert (
+        who == "daemon test (pid 1) serves 1 image, at most 12.5 MB/s from the store; draining: it takes no new images"
+    )
     assert warning == "warning: the unit has no fd store"
     cells = re.split("  +", row)
     assert cells[:6] == [ONE[:12], "web-1", "serving", "25.0 %", "0", "1"]

@@ -59,6 +59,15 @@ def test_rates_that_can_not_be_known_are_not_shown() -> None:
     assert summary(now, None)[1].startswith("from the store 0.0 MB/s")
 
 
+def test_limits_are_shown_with_what_they_bound() -> None:
+    limited = replace(loading(), fetch_max_bytes_per_s=50 * MB)
+    now = replace(
+        sample(limited, loading("b" * 32)), health={"version": "1", "pid": 7, "fetch_max_bytes_per_s": 80 * MB}
+    )
+    assert rates(now, replace(now, at_s=9.0)) == [("0.0 of 50.0", "0.0"), ("0.0", "0.0")]
+    assert summary(now, None)[1].startswith("from the store 0.0 of 80.0 MB/s, to readers")
+
+
 def test_waits_are_shown_where_there_were_any() -> None:
     waited = replace(loading(), fault_waits=3, fault_p50_ms=0.5, fault_p99_ms=250.0)
     assert [row[8:11] for row in rows(sample(loading(), waited), None)] == [[0, "–", "–"], [3, "0.5 ms", "250 ms"]]

@@ -14,6 +14,7 @@ from streamd.errors import StoreError, StoreErrorKind
 from streamd.serve import fetch as fetching
 from streamd.serve.gets import Progress
 from streamd.serve.handles import PendingRead
+from streamd.serve.limit import START_BYTES
 from streamd.serve.memory import Accountant
 from streamd.serve.order import Want
 from streamd.serve.plan import FrameSpan, GetPlan, Layout
@@ -23,6 +24,8 @@ from streamd.serve.scheduler import GATHER_S, Scheduler
 from streamd.serve.stats import ServeStats
 
 KIB, MIB = 1 << 10, 1 << 20
+# Of an image in these tests, where there is one: it then takes some 5 s to load.
+RATE = 512 * KIB
 
 
 class Call:
@@ -41,6 +44,7 @@ class Call:
             return False
         frame = self._left.pop(0)
         self.progress.received = frame.end
+        self.progress.origin_bytes += frame.end - frame.start
         self._deliver(frame, bytes(frame.length))
         return True
 
@@ -73,8 +77,11 @@ class Waiting(PendingRead):
 class Bench:
     """A scheduler whose blocking calls are `calls`."""
 
-    def __init__(self, saved: Any, *, ahead: bool, memory_bytes: int, foresees: bool = False) -> None:
+    def __init__(
+        self, saved: Any, *, ahead: bool, memory_bytes: int, foresees: bool = False, max_bytes_per_s: int = 0
+    ) -> None:
         self.calls: list[Call] = []
+        self.asked: list[tuple[float, GetPlan]] = []  # every GET, and when it began
         self.layout = Layout(saved.pinned.manifest.table)
         self.stored = [c for c in range(len(self.layout)) if not self.layout.is_zero(c)]
         self.stats = ServeStats()
@@ -89,7 +96,7 @@ class Bench:
             self.residency,
             self.accountant,
             self.stats,
-            fetch=FetchConfig(background_gets=2, get_bytes=128 * KIB, fault_gets=3),
+            fetch=FetchConfig(background_gets=2, get_bytes=128 * KIB, fault_gets=3, max_bytes_per_s=max_bytes_per_s),
             policy=PolicyConfig(hold_s=60, credentials_wait_s=300),
             foresees=foresees,
             ahead=ahead,
@@ -103,6 +110,7 @@ class Bench:
         _store, _pinned, plan, progress, deliver = args
         under_way = Call(plan, progress, deliver)
         self.calls.append(under_way)
+        self.asked.append((trio.current_time(), plan))
         try:
             await under_way.over.wait()
             await _told_before()
@@ -123,6 +131,18 @@ class Bench:
     def want_hot(self, first: int, last: int) -> None:
         start, end = self.layout.start[self.stored[first]], self.layout.start[self.stored[last]]
         self.scheduler.want_hot([(start, end)])
+
+    async def answer(self) -> None:
+        """Be a link that is much faster than any rate: every GET is over after 10 ms."""
+        while True:
+            for call in list(self.calls):
+                call.finish()
+            await trio.sleep(0.01)
+
+    def asked_bytes(self, since_s: float = 0.0, *, before: int | None = None) -> int:
+        """Give the bytes that were asked for since then, of chunks below `before`."""
+        plans = [plan for at_s, plan in self.asked if at_s >= since_s]
+        return sum(plan.end - plan.start for plan in plans if before is None or plan.frames[0].chunk < before)
 
     def call_for(self, chunk: int) -> Call:
         return next(call for call in self.calls if chunk in [frame.chunk for frame in call.plan.frames])
@@ -401,6 +421,117 @@ def test_what_nobody_waits_for_and_stood_still_is_asked_for_again(saved: Any) ->
                 await trio.sleep(1)
             assert not any(bench.residency.is_absent(chunk) for chunk in bench.stored)
             assert not bench.scheduler._flights
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+# A rate
+
+
+def test_under_a_rate_what_nobody_waits_for_takes_that_and_the_link_looks_the_same(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=True, memory_bytes=64 * MIB, max_bytes_per_s=RATE)
+        async with trio.open_nursery() as nursery:
+            began_s = trio.current_time()
+            await nursery.start(bench.scheduler.run)
+            nursery.start_soon(bench.answer)
+            while any(bench.residency.is_absent(chunk) for chunk in bench.stored):
+                await trio.sleep(0.01)
+            took_s = trio.current_time() - began_s
+            nursery.cancel_scope.cancel()
+        burst, taken = bench.scheduler.rate.burst_bytes, 0
+        for at_s, plan in bench.asked:
+            taken += plan.end - plan.start
+            assert taken <= burst + RATE * (at_s - began_s) + len(bench.asked)
+        assert taken == bench.stats.origin_bytes
+        assert (taken - burst) / RATE <= took_s <= taken / RATE
+        assert took_s > 2
+        assert bench.scheduler.limit.bytes == START_BYTES
+
+    in_virtual_time(test)
+
+
+def test_a_fault_waits_for_no_rate_and_what_nobody_waits_for_pays_most_of_it(saved: Any) -> None:
+    async def test() -> None:
+        slow = RATE // 8
+        bench = Bench(saved, ahead=True, memory_bytes=64 * MIB, max_bytes_per_s=slow)
+        first_fault, size = bench.stored[-120], bench.scheduler.rate.get_bytes
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            nursery.start_soon(bench.answer)
+            await trio.sleep(0.5)
+            assert bench.scheduler.rate.is_held_back(trio.current_time())
+            now_s = trio.current_time()
+            for chunk in bench.stored[-120:]:
+                bench.want(chunk, Want.FAULT)
+            await trio.testing.wait_all_tasks_blocked()
+            assert bench.call_for(first_fault)
+            assert trio.current_time() == now_s
+            await trio.sleep(1.0)
+            assert bench.over == set(bench.reads)
+            await trio.sleep(15.0)
+            owed = bench.asked_bytes(now_s) - bench.asked_bytes(now_s, before=first_fault)
+            assert owed > 16 * slow * 0.75  # it is not paid yet
+            earned = 16 * slow / 4
+            assert 0 < earned - size / 2 <= bench.asked_bytes(now_s, before=first_fault) <= earned + size
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_a_slot_comes_free_while_the_learned_order_has_the_rate(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=False, memory_bytes=64 * MIB, foresees=True, max_bytes_per_s=RATE)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            nursery.start_soon(bench.answer)
+            bench.want_hot(0, 150)
+            await trio.sleep(0.5)
+            read = bench.want(bench.stored[160], Want.STREAM)
+            await trio.sleep(1.5)
+            assert read in bench.over
+            assert sum(bench.residency.is_absent(chunk) for chunk in bench.stored[:150]) > 20
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_a_share_of_the_link_holds_from_when_it_is_told(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=True, memory_bytes=64 * MIB, max_bytes_per_s=RATE)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            bench.scheduler.share_link(RATE // 8)
+            nursery.start_soon(bench.answer)
+            await trio.sleep(4)
+            slow_bytes = bench.asked_bytes()
+            assert slow_bytes <= bench.scheduler.rate.burst_bytes + RATE // 2
+            bench.scheduler.share_link(RATE)
+            await trio.sleep(2)
+            assert bench.asked_bytes() - slow_bytes >= 2 * RATE - bench.scheduler.rate.get_bytes
+            bench.scheduler.share_link(0)
+            await trio.sleep(0.2)
+            assert not any(bench.residency.is_absent(chunk) for chunk in bench.stored)
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_bytes_that_did_not_come_are_not_charged(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=True, memory_bytes=64 * MIB, max_bytes_per_s=RATE)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            await trio.testing.wait_all_tasks_blocked()
+            rate, now_s = bench.scheduler.rate, trio.current_time()
+            assert rate.delay_s(rate.burst_bytes, now_s) > 0
+            for call in list(bench.calls):
+                call.fail(StoreErrorKind.TRANSIENT)
+            await settle()
+            await trio.testing.wait_all_tasks_blocked()
+            assert not bench.calls
+            assert rate.delay_s(rate.burst_bytes, now_s) == 0
             nursery.cancel_scope.cancel()
 
     in_virtual_time(test)

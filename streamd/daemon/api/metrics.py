@@ -22,11 +22,13 @@ HEALTHY = ("streamd_healthy", "1 when the node can do all that it should.")
 WARNINGS = ("streamd_health_warnings", "Warnings in /v1/health.")
 DRAINING = ("streamd_draining", "1 when no new images are taken.")
 IMAGES = ("streamd_images", "Images by state.")
+FETCH_LIMIT = ("streamd_fetch_limit_bytes_per_second", "What all images together may take from the store; 0: no limit.")
 EVENTS = ("streamd_events", "Events published.")
 # Of an image, while the node knows it; labels image, snapshot_url, tenant. Counters are sums over its life.
 IMAGE_LABELS = ("image", "snapshot_url", "tenant")
 RESIDENT = ("streamd_image_resident_bytes", "Bytes of the image on this node, verified.")
 TOTAL = ("streamd_image_total_bytes", "Bytes of the image.")
+FETCH_SHARE = ("streamd_image_fetch_limit_bytes_per_second", "What the image may take from the store; 0: no limit.")
 LEASES = ("streamd_image_leases", "Leases held.")
 OPENERS = ("streamd_image_openers", "Files that are open.")
 RESTARTS = ("streamd_image_worker_restarts", "How often the worker was replaced.")
@@ -88,6 +90,7 @@ class _Once(Collector):
         health = self._node.health()
         yield GaugeMetricFamily(*HEALTHY, value=float(health.status is HealthStatus.OK))
         yield GaugeMetricFamily(*WARNINGS, value=float(len(health.warnings)))
+        yield GaugeMetricFamily(*FETCH_LIMIT, value=health.fetch_max_bytes_per_s)
         yield GaugeMetricFamily(*DRAINING, value=float(self._node.is_draining))
         by_state = Counter(image.state for image in self._node.images())
         images = GaugeMetricFamily(*IMAGES, labels=["state"])
@@ -114,6 +117,7 @@ def _of_images(images: Sequence[ImageState]) -> Iterator[Metric]:
     gauges: tuple[tuple[tuple[str, str], Callable[[ImageState], float]], ...] = (
         (RESIDENT, lambda image: image.progress.resident_bytes),
         (TOTAL, lambda image: image.progress.total_bytes),
+        (FETCH_SHARE, lambda image: image.fetch_max_bytes_per_s),
         (LEASES, lambda image: len(image.leases)),
         (OPENERS, lambda image: len(image.openers)),
         (FAULT_P50, lambda image: image.fault_waits.p50_ms / 1000),

@@ -195,7 +195,10 @@ class ErrorFacts(_Answer, frozen=True, kw_only=True):
 
 
 class ImageState(_Answer, frozen=True, kw_only=True):
-    """One image of this node. `fault_waits`, `stalls` and `bytes_by_tier` are sums over its life, restarts included."""
+    """One image of this node. `fault_waits`, `stalls` and `bytes_by_tier` are sums over its life, restarts included.
+
+    `fetch_max_bytes_per_s` is what its worker may take from the store now (0: no bound): its share of the node's limit.
+    """
 
     id: str
     snapshot_url: str
@@ -214,6 +217,7 @@ class ImageState(_Answer, frozen=True, kw_only=True):
     fault_waits: FaultWaits = FaultWaits()
     release_gaps: ReleaseGaps = ReleaseGaps()
     stalls: int = 0
+    fetch_max_bytes_per_s: int = 0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     last_error: ErrorFacts | None = None
     cache_problem: str | None = None
@@ -268,7 +272,10 @@ class RecordList(_Answer, frozen=True, kw_only=True):
 
 
 class Health(_Answer, frozen=True, kw_only=True):
-    """Whether the node can do all that it should; `warnings` say what it can't, for people."""
+    """Whether the node can do all that it should; `warnings` say what it can't, for people.
+
+    `fetch_max_bytes_per_s`: what all images together may take from the store (0: no bound).
+    """
 
     status: HealthStatus
     warnings: list[str]
@@ -276,6 +283,7 @@ class Health(_Answer, frozen=True, kw_only=True):
     images: int
     pid: int
     started_s: float
+    fetch_max_bytes_per_s: int = 0
     version: str
 
 

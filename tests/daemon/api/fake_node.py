@@ -38,6 +38,7 @@ class FakeNode:
     asked: list[ImageRequest] = field(default_factory=list)
     known: dict[str, ImageState] = field(default_factory=dict)
     warnings: list[str] = field(default_factory=list)
+    fetch_max_bytes_per_s: int = 0
     raises: StreamdError | None = None
     is_hung: bool = False
     failed: list[models.FailRequest] = field(default_factory=list)
@@ -121,6 +122,7 @@ class FakeNode:
             images=len(self.known),
             pid=1,
             started_s=1.0,
+            fetch_max_bytes_per_s=self.fetch_max_bytes_per_s,
             version="test",
         )
 

@@ -37,6 +37,7 @@ async def test_an_images_sums_are_told_with_what_names_it(api: InProcess) -> Non
         release_gaps=ReleaseGaps(p50_ms=2.5, p99_ms=10.0),
         restarts=2,
         stalls=1,
+        fetch_max_bytes_per_s=500,
         bytes_by_tier={"store": 5, "disk": 7},
         leases=[Lease(id="l", owner="o", purpose="p", since_s=1.0, pid=1)],
     )
@@ -44,6 +45,7 @@ async def test_an_images_sums_are_told_with_what_names_it(api: InProcess) -> Non
     expected = {
         "streamd_image_resident_bytes": 3,
         "streamd_image_total_bytes": 10,
+        "streamd_image_fetch_limit_bytes_per_second": 500,
         "streamd_image_leases": 1,
         "streamd_image_openers": 0,
         "streamd_image_worker_restarts": 2,
@@ -66,10 +68,12 @@ async def test_the_node_and_the_api_are_told(api: InProcess) -> None:
     await api.ask("GET", "/nothing/of/this/name")
     await api.ask("BREW", "/v1/images")
     api.node.warnings = ["one", "two"]
+    api.node.fetch_max_bytes_per_s = 1000
     families = await _scraped(api)
     assert _value(families, "streamd_healthy") == 0
     assert _value(families, "streamd_health_warnings") == 2
     assert _value(families, "streamd_draining") == 0
+    assert _value(families, "streamd_fetch_limit_bytes_per_second") == 1000
     requests = {tuple(sample.labels.values()): sample.value for sample in families["streamd_api_requests"].samples}
     assert requests == {
         ("GET", "/v1/health", "200"): 1,
