@@ -29,6 +29,7 @@ from typing import Any, Protocol, Self, TypeVar
 from bench.event_tape import Tape, until
 from bench.mount_users import Command, FileHolder
 from bench.mounts import LIMIT_S, Reader
+from bench.service_manager import ServiceManager
 from bench.slot_reader import READ_BYTES, SLOTS
 from streamd.daemon.client import DaemonClient, NoAnswer, NoDaemon
 from streamd.fuse import mountinfo, mounting
@@ -152,6 +153,7 @@ class Daemon:
     `settings` are lines of the configuration: keys of its top, then tables; `policy` and `cache` are lines of
     these. `log_path` has what all its processes log.
     `wrapper` goes before the command line; it must become the command (exec), not start it.
+    `has_manager`: a stand-in for systemd keeps its descriptors, so that a next life has the mounts of the last one.
     """
 
     def __init__(
@@ -161,6 +163,7 @@ class Daemon:
         policy: str = "",
         cache: str = "",
         has_cache: bool = True,
+        has_manager: bool = False,
         env: Mapping[str, str] | None = None,
         options: Sequence[str] = (),
         wrapper: Sequence[str | Path] = (),
@@ -176,6 +179,7 @@ class Daemon:
         self._env = {**os.environ, **(env or {}), _MARK: str(self.base)}
         self._options = options
         self._wrapper = wrapper
+        self.manager = ServiceManager(self.base) if has_manager else None
         self._process: subprocess.Popen[bytes] | None = None
         self._children: list[_Child] = []
         cache = f'directory = "{self.cache_directory}"\n{cache}' if has_cache else "enabled = false"
@@ -203,13 +207,18 @@ class Daemon:
         """Start it (again), and wait until it answers. Raises: `RuntimeError` with its log when it ends instead."""
         vector = [sys.executable, "-m", "streamd.cli", "--config", str(self.config), "daemon", *self._options]
         vector = [*map(str, self._wrapper), *vector]
+        env, stored = self._env, list[tuple[str, int]]()
+        if self.manager is not None:
+            env, stored = env | self.manager.environment(), self.manager.stored()
+            vector = self.manager.command(vector, stored)
         with self.log_path.open("ab") as log:
             process = self._process = subprocess.Popen(
                 vector,
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env=self._env,
+                env=env,
+                pass_fds=[fd for _, fd in stored],
                 start_new_session=True,
             )
 
@@ -309,6 +318,10 @@ class Daemon:
         """Start a command that may have to wait for a mount."""
         return self.own(Command(vector))
 
+    def streamd(self, *arguments: str) -> Command:
+        """Start a `streamd` command with this daemon's configuration."""
+        return self.run(sys.executable, "-m", "streamd.cli", "--config", self.config, *arguments)
+
     def own(self, child: _C) -> _C:
         """End it with this daemon, once no mount can hold it."""
         self._children.append(child)
@@ -347,6 +360,8 @@ class Daemon:
             return not left
 
         until(is_over, "the end of all processes")
+        if self.manager is not None:
+            self.manager.close()
         for child in self._children:
             child.end()
         self.tape.join()

@@ -46,6 +46,10 @@ class Tape:
                 if event["kind"] != "lost":
                     self._events.append(event)
 
+    def all(self) -> list[Event]:
+        """Give all events so far."""
+        return list(self._events)
+
     def of(self, kind: str, *, image: str | None = None) -> list[Event]:
         """Give the events of a kind so far, of one image or of all."""
         return [event for event in self._events if event["kind"] == kind and image in (None, event.get("image"))]

@@ -23,6 +23,8 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self, TypeAlias
 
+from streamd.store.shaped import Link
+
 # Of the emulator, which keeps its objects in memory.
 _UPSTREAM_LIMIT_S = 30.0
 # A forgotten hang ends a test run with an error, not never.
@@ -100,10 +102,11 @@ class Rule:
 
 
 class FaultProxy:
-    """A running proxy to 127.0.0.1:`upstream_port`; see the module's text."""
+    """A running proxy to 127.0.0.1:`upstream_port`; see the module's text. `link`: what all bodies pass, if set."""
 
     def __init__(self, upstream_port: int) -> None:
         self._upstream_port = upstream_port
+        self.link: Link | None = None
         self._lock = threading.Lock()
         self._rules: list[Rule] = []
         self._connections: set[socket.socket] = set()
@@ -309,6 +312,8 @@ class _Handler(http.server.BaseHTTPRequestHandler):
     def _send(self, content: bytes, *, is_read: bool) -> None:
         for at in range(0, len(content), _PIECE_BYTES):
             piece = content[at : at + _PIECE_BYTES]
+            if (link := self.server.link) is not None:
+                link.pass_bytes(len(piece))
             self.wfile.write(piece)
             if is_read:
                 self.server.sent(len(piece))

@@ -6,16 +6,33 @@ starts them.
 """
 
 import contextlib
+import os
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from agent.runtime import bundle
+from agent.runtime.arguments import GlobalOptions
 from agent.runtime.runsc import Runsc
 from bench.server import Heap, Server, server_container, server_rootfs
 
 _READY_S = 120.0
+
+
+def runsc_binary() -> Path:
+    """Give the runsc that `setup.sh` chose, or $RUNSC."""
+    found = Path(os.environ.get("RUNSC") or Path(__file__).parents[1] / ".tools" / "runsc")
+    assert found.exists(), f"{found}: no runsc there; ./setup.sh makes one"
+    return found
+
+
+def runsc_below(directory: Path) -> Runsc:
+    """Give a runsc with a root and logs of its own in `directory`; its user removes the root (`remove_root`)."""
+    log = directory / "log"
+    log.mkdir(parents=True)
+    options = GlobalOptions(root=directory / "runsc", network="none", ignore_cgroups=True, debug_log_dir=log)
+    return Runsc(runsc_binary(), options)
 
 
 @dataclass(frozen=True, slots=True)

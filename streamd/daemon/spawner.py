@@ -43,11 +43,17 @@ def main(fd: int) -> int:
     allocator.give_back()
     asked = socket.socket(fileno=fd)
     asked.set_inheritable(False)
+    with contextlib.suppress(ConnectionError):  # who asked has died before the answer
+        _fork_for(asked)
+    return 0
+
+
+def _fork_for(asked: socket.socket) -> None:
     while True:
         message, ancillary, _, _ = asked.recvmsg(_MESSAGE_BYTES, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC)
         fds = array.array("i", b"".join(content for _, _, content in ancillary))
         if not message:
-            return 0
+            return
         if not fds:
             continue
         pid = os.fork()

@@ -18,6 +18,8 @@ log = structlog.get_logger()
 
 # The first one waits for an interpreter with our imports, on a node that may be busy.
 _START_S = 60.0
+# One that has answered before forks within milliseconds; more than one image may wait for it.
+_HANG_S = 5.0
 _TRIES = 2
 # One that ends at once, each time, must not take a core.
 _AGAIN_S = 1.0
@@ -53,6 +55,7 @@ class Spawner:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._wire: Wire | None = None
+        self._has_answered = False
         self._one_at_a_time = trio.Lock()
 
     def start(self) -> None:
@@ -67,6 +70,7 @@ class Spawner:
                 pass_fds=[its.fileno()],
             )
         self._wire = Wire(ours)
+        self._has_answered = False
 
     async def keep(self) -> None:
         """Start it anew whenever it has ended, so that the next takeover needn't wait for its imports."""
@@ -103,24 +107,22 @@ class Spawner:
                     pid, process_fd = worker
                     return WorkerProcess(pid, process_fd, Wire(ours))
                 ours.close()
-                log.warning("the spawner has ended and is started anew")
+                log.warning("the spawner has ended, or hangs, and is started anew")
                 self.end()
-        raise StreamdError("no worker can be started: the spawner ends at once; its errors are in the log before this")
+        raise StreamdError("no worker can be started: the spawner ends at once, or hangs; the log before this has more")
 
     async def _ask(self, its: socket.socket) -> tuple[int, int] | None:
-        """Have one made; None when there is nobody to make it. Raises: `StreamdError`."""
+        """Have one made; None when there is nobody to make it, or it doesn't answer. Raises: `StreamdError`."""
         assert self._wire is not None
         if not self._wire.send_nowait({"do": "spawn"}, [its.fileno()]):
             return None
-        with trio.move_on_after(_START_S) as scope:
-            # Shielded: an answer that nobody takes would be the next one's.
-            scope.shield = True
+        answer = None
+        # Shielded: an answer that nobody takes would be the next one's.
+        with trio.move_on_after(_HANG_S if self._has_answered else _START_S, shield=True):
             answer = await self._wire.receive()
-        if scope.cancelled_caught:
-            self.end()
-            raise StreamdError(f"no worker was started within {_START_S:g} s")
         if answer is None:
             return None
+        self._has_answered = True
         message, fds = answer
         if "error" in message or not fds:
             raise StreamdError(f"no worker could be started: {message.get('error', 'no answer')}")

@@ -5,7 +5,6 @@ waits for it can't be killed), then the sandboxes, then the processes.
 """
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -13,29 +12,15 @@ from pathlib import Path
 
 import pytest
 
-from agent.runtime.arguments import GlobalOptions
 from agent.runtime.runsc import Runsc
 from bench.commands import Streamd
 from bench.emulator import Emulator
-from bench.pods import Image, Shape, checkpoint
+from bench.pods import Image, Shape, checkpoint, runsc_below
 from bench.server import Heap
 
 # Small, since laziness is shown elsewhere, but many times runsc's 128 reads of 256 KiB: 96 MiB, three quarters of it
 # not zero.
 _BLOCKS = 96
-
-
-def _runsc_binary() -> Path:
-    found = Path(os.environ.get("RUNSC") or Path(__file__).parents[2] / ".tools" / "runsc")
-    assert found.exists(), f"{found}: no runsc there; ./setup.sh makes one"
-    return found
-
-
-def _runsc(directory: Path) -> Runsc:
-    log = directory / "log"
-    log.mkdir(parents=True)
-    options = GlobalOptions(root=directory / "runsc", network="none", ignore_cgroups=True, debug_log_dir=log)
-    return Runsc(_runsc_binary(), options)
 
 
 def _shape(containers: int, rootfs: str, blocks: int) -> Shape:
@@ -52,7 +37,7 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Image]:
         key = (containers, rootfs, blocks)
         if key not in made:
             directory = tmp_path_factory.mktemp(f"image-{containers}-{rootfs}-{blocks}")
-            runsc = _runsc(directory)
+            runsc = runsc_below(directory)
             try:
                 made[key] = checkpoint(runsc, directory, _shape(containers, rootfs, blocks))
             finally:
@@ -82,7 +67,7 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stores]:
 @pytest.fixture
 def runsc(tmp_path: Path) -> Iterator[Runsc]:
     """Give a runsc with a root of its own."""
-    runsc = _runsc(tmp_path)
+    runsc = runsc_below(tmp_path)
     yield runsc
     runsc.remove_root()
 

@@ -15,7 +15,6 @@ import random
 import signal
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from bench.fault_proxy import Action, Cut, Delay, Extra, FaultProxy, Flip, Hang,
 from bench.mounts import FaultyDisk, LiveMount, Mounts, Reader
 from streamd.errors import Exit
 from streamd.fuse import mountinfo
+from tests.stress.process_facts import Facts
 
 if TYPE_CHECKING:
     from tests.stress.conftest import Snapshot
@@ -267,29 +267,12 @@ def _is_calm_again(mounts: Mounts, mount: LiveMount, pages: Path, *, memory_max_
     status = mount.until(lambda status: not status["handles"])
     assert status["waiting_chunks"] == 0
     assert status["memory_peak_bytes"] <= memory_max_bytes + 8 * MIB  # one demand fetch is always granted
-    facts = _facts(mount.pid)
-    assert facts.descriptors <= _DESCRIPTORS_MAX
-    assert facts.threads <= _THREADS_MAX
-    assert facts.anonymous_bytes <= _OWN_MEMORY_BYTES + memory_max_bytes
+    facts = Facts.of(mount.pid)
+    facts.check((_DESCRIPTORS_MAX, _THREADS_MAX, _OWN_MEMORY_BYTES + memory_max_bytes), "the mount's process")
     result = mounts.run("umount", mount.mountpoint)
     assert result.returncode == 0, result.stderr
     assert mount.wait() == 0, mount.log()[-5:]
     assert mount.complaints() == []
-
-
-@dataclass(frozen=True, slots=True)
-class Facts:
-    """What a process has."""
-
-    descriptors: int
-    threads: int
-    anonymous_bytes: int
-
-
-def _facts(pid: int) -> Facts:
-    process = Path(f"/proc/{pid}")
-    [line] = [line for line in (process / "status").read_text().splitlines() if line.startswith("RssAnon")]
-    return Facts(len(os.listdir(process / "fd")), len(os.listdir(process / "task")), int(line.split()[1]) << 10)
 
 
 def _disk_bytes(directory: Path) -> int:
