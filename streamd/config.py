@@ -29,6 +29,7 @@
     images_max = 128                       # images served at once; the next one is refused
     memory_max_bytes = "50%"               # of what all of them may use together (each: memory_max_bytes above)
     fetch_max_bytes_per_s = 0              # of all of them together; 0: no limit (each: fetch.max_bytes_per_s above)
+    worker_user = "streamd-worker"         # who workers run as, where that user exists; or "UID:GID"; or "" for root
 
 A size is a number of bytes or text with a unit (`10GiB`, `100MB`), a duration is seconds or text with a unit
 (`500ms`, `60s`, `24h`). Keys that are not above are refused, and all problems of a file are reported at once. Flags of
@@ -46,6 +47,7 @@ from pathlib import Path
 from streamd.errors import Exit, StreamdError
 
 DEFAULT_PATH = Path("/etc/streamd/streamd.toml")
+WORKER_USER = "streamd-worker"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
@@ -56,6 +58,7 @@ for _power, _letter in enumerate("KMGTP", start=1):
     _SIZE_UNITS[f"{_letter}B"] = 1000**_power
     _SIZE_UNITS[f"{_letter}iB"] = 1024**_power
 _DURATION_UNITS_S = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_USER = re.compile(r"([a-z_][a-z0-9_-]{0,31}|\d{1,9}:\d{1,9})?", re.ASCII)
 _QUANTITY = re.compile(r"(\d{1,18}(?:\.\d{1,9})?)\s*([A-Za-z%]*)", re.ASCII)
 
 
@@ -119,13 +122,15 @@ class PolicyConfig:
 class DaemonConfig:
     """What a node serves, and for how long (`daemon/supervisor.py`).
 
-    `memory_max_bytes` None: half of the machine's; `fetch_max_bytes_per_s` 0: no limit.
+    `memory_max_bytes` None: half of the machine's; `fetch_max_bytes_per_s` 0: no limit. `worker_user` is a name,
+    `UID:GID`, or empty for root (`daemon/worker_user.py`).
     """
 
     grace_s: float = 60.0
     images_max: int = 128
     memory_max_bytes: int | None = None
     fetch_max_bytes_per_s: int = 0
+    worker_user: str = WORKER_USER
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,6 +221,13 @@ class _Table:
         if isinstance(value, str) and value in allowed:
             return value
         self.problem(key, f"must be one of {', '.join(allowed)}, not {value!r}")
+        return default
+
+    def user(self, key: str, default: str) -> str:
+        value = self._left.pop(key, default)
+        if isinstance(value, str) and _USER.fullmatch(value):
+            return value
+        self.problem(key, f"must be the name of a user, UID:GID, or empty for root, not {value!r}")
         return default
 
     def path(self, key: str, default: Path) -> Path:
@@ -310,6 +322,7 @@ def parse(document: Mapping[str, object], *, source: str, disk_bytes: Callable[[
             images_max=daemon.integer("images_max", defaults.daemon.images_max, low=1, high=512),
             memory_max_bytes=daemon.size("memory_max_bytes", low=32 * MIB, high=1 << 50, whole_bytes=machine_bytes),
             fetch_max_bytes_per_s=daemon.rate("fetch_max_bytes_per_s"),
+            worker_user=daemon.user("worker_user", defaults.daemon.worker_user),
         ),
         memory_max_bytes=top.size("memory_max_bytes", low=32 * MIB, high=1 << 50) or defaults.memory_max_bytes,
         log_level=top.choice("log_level", defaults.log_level, LOG_LEVELS),

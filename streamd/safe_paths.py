@@ -13,6 +13,9 @@ each by the descriptor of the one before, and on the way it is made sure that no
 From then on its descriptor is what counts, not its path; a name in it is one component, and never followed. Paths of
 several components are resolved by openat2(2) with RESOLVE_BENEATH, where the kernel has it (Linux 5.6, and a sandbox
 that lets it through), else step by step.
+
+"We" are the effective user, or whom this thread acts as (`acting_as`): root goes into a directory of another user of
+ours as that user, so that whatever its owner has put there leads root nowhere where the owner couldn't go.
 """
 
 import ctypes
@@ -21,12 +24,14 @@ import functools
 import os
 import shutil
 import stat
+import threading
 from collections import deque
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
-from streamd.errors import Refused
+from streamd.errors import NotPermitted, Refused
 
 _OPENAT2 = 437  # the same number on every architecture (Linux 5.6)
 # linux/openat2.h
@@ -38,7 +43,42 @@ _MAX_SYMLINKS = 40
 # With RESOLVE_BENEATH the kernel gives up (EAGAIN) when something was renamed meanwhile.
 _TRIES = 8
 
+_PR_GET_DUMPABLE, _PR_SET_DUMPABLE = 3, 4  # linux/prctl.h
+
 _libc = ctypes.CDLL(None, use_errno=True)
+_acting = threading.local()
+
+
+@contextmanager
+def acting_as(uid: int, gid: int) -> Iterator[None]:
+    """Have the file accesses of this thread, and of threads that it starts meanwhile, be another user's; for root.
+
+    setfsuid(2): with it go the capabilities that pass over permissions. Supplementary groups stay. What is imported
+    meanwhile is looked for with that user's rights, too. Not to be nested. Raises: `NotPermitted` without CAP_SETUID
+    and CAP_SETGID.
+    """
+    try:
+        _set_file_ids(uid, gid)
+        _acting.uid = uid
+        yield
+    finally:
+        _acting.uid = None
+        _set_file_ids(os.geteuid(), os.getegid())
+
+
+def _set_file_ids(uid: int, gid: int) -> None:
+    """Change whose file accesses are made. Neither call tells of a failure, only what was before."""
+    dumpable = _libc.prctl(_PR_GET_DUMPABLE, 0, 0, 0, 0)
+    for call, number in ((_libc.setfsgid, gid), (_libc.setfsuid, uid)):
+        call(ctypes.c_uint(number))
+        if call(ctypes.c_uint(-1)) != number:
+            raise NotPermitted(f"files of uid {uid} can't be used: CAP_SETUID and CAP_SETGID are needed")
+    _libc.prctl(_PR_SET_DUMPABLE, dumpable, 0, 0, 0)  # each change sets it to fs.suid_dumpable
+
+
+def _us() -> int:
+    uid: int | None = getattr(_acting, "uid", None)
+    return os.geteuid() if uid is None else uid
 
 
 class UnsafePath(Refused):
@@ -215,7 +255,7 @@ def _checked(name: str) -> str:
 
 
 def _check_own(info: os.stat_result, path: str) -> None:
-    if info.st_uid != os.geteuid():
+    if info.st_uid != _us():
         raise UnsafePath(path, f"must belong to this user; it belongs to uid {info.st_uid}")
     if info.st_mode & 0o022:
         mode = stat.S_IMODE(info.st_mode)
@@ -223,7 +263,7 @@ def _check_own(info: os.stat_result, path: str) -> None:
 
 
 def _check_on_the_way(info: os.stat_result, path: str) -> None:
-    if info.st_uid not in (0, os.geteuid()):
+    if info.st_uid not in (0, _us()):
         raise UnsafePath(path, f"must belong to root or this user; it belongs to uid {info.st_uid}")
     if not stat.S_ISLNK(info.st_mode) and info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
         mode = stat.S_IMODE(info.st_mode)

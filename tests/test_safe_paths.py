@@ -1,6 +1,7 @@
 """A directory of ours stays ours: whatever another user plants, nothing elsewhere is followed, written or removed."""
 
 import contextlib
+import ctypes
 import errno
 import os
 import stat
@@ -12,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from streamd import safe_paths
-from streamd.safe_paths import SafeDirectory, UnsafePath, open_beneath, walk_beneath
+from streamd.errors import NotPermitted
+from streamd.safe_paths import SafeDirectory, UnsafePath, acting_as, open_beneath, walk_beneath
 
 NOBODY = 65534
 
@@ -364,3 +366,56 @@ def test_no_descriptor_is_left(place: Path, sticky: Path) -> None:
                 directory.open_directory("none")
             directory.open_directory("some", make=True).close()
     assert set(os.listdir("/proc/self/fd")) == before
+
+
+def test_root_acts_as_another_user_for_a_while_in_this_thread_and_those_it_starts(place: Path) -> None:
+    (place / "roots").touch(0o600)
+    (place / "theirs").mkdir(0o700)
+    os.chown(place / "theirs", NOBODY, NOBODY)
+    elsewhere: list[bytes] = []
+    answers: list[object] = []
+
+    def read() -> object:
+        try:
+            return (place / "roots").read_bytes()
+        except PermissionError:
+            return None
+
+    with pytest.raises(UnsafePath):
+        SafeDirectory.open(place / "theirs")
+    go = threading.Event()
+    dumpable = ctypes.CDLL(None).prctl(3, 0, 0, 0, 0)  # PR_GET_DUMPABLE
+
+    def read_later() -> None:
+        go.wait(30)
+        elsewhere.append((place / "roots").read_bytes())
+
+    before = threading.Thread(target=read_later)
+    before.start()
+    with acting_as(NOBODY, NOBODY):
+        assert read() is None
+        within = threading.Thread(target=lambda: answers.append(read()))
+        within.start()
+        within.join()
+        go.set()
+        before.join()
+        with SafeDirectory.open(place / "theirs") as directory:
+            directory.make_directory("made")
+            assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == dumpable
+    assert ctypes.CDLL(None).prctl(3, 0, 0, 0, 0) == dumpable
+    assert answers == [None]
+    assert elsewhere == [b""]
+    assert read() == b""
+    made = (place / "theirs" / "made").stat()
+    assert (made.st_uid, made.st_gid) == (NOBODY, NOBODY)
+    with pytest.raises(UnsafePath):
+        SafeDirectory.open(place / "theirs")
+
+
+def test_nobody_acts_as_another_user_without_the_right_to(place: Path) -> None:
+    def acted() -> None:
+        with contextlib.suppress(NotPermitted), acting_as(1, 1):
+            raise PermissionError
+        Path("/dev/null").open().close()
+
+    assert as_nobody(acted)

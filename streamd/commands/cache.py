@@ -37,12 +37,14 @@ def _directory(invocation: Invocation, given: Path | None) -> Path:
 
 
 @contextmanager
-def _by_permission() -> Iterator[None]:
-    """Raise `NotPermitted` for a cache that can't be used because it is another user's."""
+def _by_permission(invocation: Invocation, directory: Path) -> Iterator[None]:
+    """Be the user whose the cache is, if we may. Raises: `NotPermitted` for one of another user."""
+    from streamd.daemon.worker_user import as_owner
     from streamd.serve.node_cache import CacheUnusable
 
     try:
-        yield
+        with as_owner(directory, invocation.config()):
+            yield
     except (CacheUnusable, PermissionError) as error:
         if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
             raise NotPermitted(f"{error}; run it with sudo") from error
@@ -58,7 +60,7 @@ def _ls(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> None:
     from streamd.serve.cache_directory import list_images
 
     directory = _directory(invocation, cache_dir)
-    with _by_permission():
+    with _by_permission(invocation, directory):
         images = list_images(directory)
     if as_json:
         print_json({"directory": str(directory), "images": [asdict(image) for image in images]})
@@ -90,7 +92,7 @@ def _clear(invocation: Invocation, cache_dir: Path | None, key: str | None, as_j
     from streamd.serve.cache_directory import clear_images
 
     directory = _directory(invocation, cache_dir)
-    with _by_permission():
+    with _by_permission(invocation, directory):
         removed, left = clear_images(directory, key)
     if key is not None and not removed:
         if left and left[0].is_pinned:
@@ -125,8 +127,9 @@ def _pin(invocation: Invocation, key: str, cache_dir: Path | None, as_json: bool
     """
     from streamd.serve.cache_directory import pin_image
 
-    with _by_permission():
-        pin_image(_directory(invocation, cache_dir), key)
+    directory = _directory(invocation, cache_dir)
+    with _by_permission(invocation, directory):
+        pin_image(directory, key)
     if as_json:
         print_json({"key": key, "is_pinned": True})
 
@@ -140,8 +143,9 @@ def _unpin(invocation: Invocation, key: str, cache_dir: Path | None, as_json: bo
     """Let a pinned image leave again when others need its room."""
     from streamd.serve.cache_directory import unpin_image
 
-    with _by_permission():
-        unpin_image(_directory(invocation, cache_dir), key)
+    directory = _directory(invocation, cache_dir)
+    with _by_permission(invocation, directory):
+        unpin_image(directory, key)
     if as_json:
         print_json({"key": key, "is_pinned": False})
 
@@ -155,7 +159,7 @@ def _verify(invocation: Invocation, cache_dir: Path | None, as_json: bool) -> No
     from streamd.serve.cache_directory import verify_images
 
     directory = _directory(invocation, cache_dir)
-    with _by_permission():
+    with _by_permission(invocation, directory):
         results = verify_images(directory)
     bad = {image.key: len(image.bad_chunks) for image in results if image.bad_chunks}
     if bad:

@@ -15,7 +15,8 @@ class Assignment:
     `config_text` is the configuration as the supervisor found it at its start: a file that somebody has broken since
     must not keep a worker from taking over. `bind`: the number and the device of the bind that is taken over, None for
     a mount that is served. `may_be_warm`: sealed files may be given to be bound, else they are served.
-    `fetch_bytes_per_s` is what it may fetch (0: no bound).
+    `fetch_bytes_per_s` is what it may fetch (0: no bound). `user`: uid and gid to run as; None: root, without
+    capabilities.
     """
 
     image: str
@@ -32,6 +33,7 @@ class Assignment:
     openers: tuple[tuple[int, int, str, str | None], ...] = ()
     bind: tuple[int, tuple[int, int]] | None = None
     may_be_warm: bool = True
+    user: tuple[int, int] | None = None
 
     def message(self) -> dict[str, object]:
         """Give it as a message."""

@@ -11,11 +11,14 @@ from typing import Generic, TypeVar
 import structlog
 import trio
 
+from streamd.config import ConfigError
 from streamd.daemon.options import MountOptions
+from streamd.daemon.worker_user import as_owner
+from streamd.errors import NotPermitted, StreamdError
 from streamd.serve.cache_directory import open_cache
 from streamd.serve.node_cache import CacheUnusable, NodeCache
 from streamd.serve.plan import Layout
-from streamd.serve.sealing import NotSealed, is_sealed, seal
+from streamd.serve.sealing import is_sealed, seal
 from streamd.store.catalog import Pinned
 from streamd.store.port import Store
 
@@ -77,31 +80,34 @@ async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -
     source = "\n".join([place, *tenant, *(f"{pack.key} {pack.generation}" for pack in pinned.packs)])
 
     def open_it() -> NodeCache:
-        return open_cache(
-            directory,
-            pinned.data,
-            layout,
-            files=pinned.manifest.files,
-            source=source,
-            owner=owner,
-            max_bytes=options.cache_max_bytes,
-            reserve_bytes=options.config.cache.reserve_bytes,
-            recent_s=options.config.cache.recent_s,
-        )
+        with as_owner(directory, options.config):
+            return open_cache(
+                directory,
+                pinned.data,
+                layout,
+                files=pinned.manifest.files,
+                source=source,
+                owner=owner,
+                max_bytes=options.cache_max_bytes,
+                reserve_bytes=options.config.cache.reserve_bytes,
+                recent_s=options.config.cache.recent_s,
+            )
 
     problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
     cache = Late[NodeCache](NodeCache.close)
     with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
         try:
             return await cache.call(open_it), None
-        except CacheUnusable as error:
+        except (CacheUnusable, ConfigError, NotPermitted, OSError) as error:
             problem = str(error)
     memory_max_bytes = options.config.memory_max_bytes
     log.warning("no cache on disk, serving from memory", reason=problem, memory_max_bytes=memory_max_bytes)
     return None, problem
 
 
-async def seal_when_whole(cache: NodeCache, pinned: Pinned, is_whole: Callable[[], bool]) -> None:
+async def seal_when_whole(
+    cache: NodeCache, pinned: Pinned, options: MountOptions, is_whole: Callable[[], bool]
+) -> None:
     """Seal an image once all of it is in the cache, so that the next mount is warm (`daemon.warm`).
 
     Tried once in a mount's life: what was in the way then (a damaged chunk, a disk that fails) is fetched again by
@@ -110,14 +116,17 @@ async def seal_when_whole(cache: NodeCache, pinned: Pinned, is_whole: Callable[[
     while not is_whole():
         await trio.sleep(_WHOLE_LOOK_S)
     files, layout = pinned.manifest.files, Layout(pinned.manifest.table)
+    directory = options.cache_dir
+    assert directory is not None
 
     def seal_it() -> None:
-        if not is_sealed(cache, files):  # by a worker whose place this one has taken
-            seal(cache, files, layout)
+        with as_owner(directory, options.config):
+            if not is_sealed(cache, files):  # by a worker whose place this one has taken
+                seal(cache, files, layout)
 
     try:
         await trio.to_thread.run_sync(seal_it, abandon_on_cancel=True)
-    except (NotSealed, OSError) as error:
+    except (StreamdError, OSError) as error:
         log.warning("the image was not sealed, the next mount serves it", reason=str(error))
     else:
         log.info("image sealed: the next mount of it is warm", image_bytes=layout.start[-1])

@@ -20,6 +20,7 @@ from streamd.errors import NotPermitted, StreamdError
 # linux/prctl.h
 _PR_SET_DUMPABLE = 4
 _PR_SET_KEEPCAPS = 8
+_PR_SET_NAME = 15
 _PR_CAPBSET_READ, _PR_CAPBSET_DROP = 23, 24
 _PR_SET_NO_NEW_PRIVS = 38
 _PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL = 47, 4
@@ -32,6 +33,11 @@ OOM_SCORE = -998
 
 _libc = ctypes.CDLL(None, use_errno=True)
 log = structlog.get_logger()
+
+
+def name_process(name: str) -> None:
+    """Give this process the name that ps shows (at most 15 characters)."""
+    _libc.prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 def keep_memory_private() -> None:

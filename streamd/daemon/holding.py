@@ -21,6 +21,7 @@ from streamd.daemon.caching import Late
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
 from streamd.daemon.records import RecordKeeper, record_head
+from streamd.daemon.worker_user import as_owner, records_directory
 from streamd.errors import StreamdError
 from streamd.fuse import binding, mountinfo
 from streamd.fuse.binding import BindMount
@@ -38,7 +39,7 @@ _OPEN_TIMEOUT_S = 5.0
 _TABLE_LOOK_S = 2.0
 
 
-async def hold_files(cache: NodeCache, pinned: Pinned, *, is_wanted: bool) -> int | None:
+async def hold_files(cache: NodeCache, pinned: Pinned, options: MountOptions, *, is_wanted: bool) -> int | None:
     """Give the directory of the image's files, open and held (`binding.hold`), if they are sealed and that is wanted.
 
     Else take the seal away, for a mount that serves. None, too, when the disk doesn't answer in time.
@@ -47,18 +48,20 @@ async def hold_files(cache: NodeCache, pinned: Pinned, *, is_wanted: bool) -> in
     files = Late[int](os.close)
     with trio.move_on_after(_OPEN_TIMEOUT_S):
         try:
-            return await files.call(_open_and_hold, cache, pinned, is_wanted)
+            return await files.call(_open_and_hold, cache, pinned, options, is_wanted)
         except (StreamdError, OSError) as error:
             reason = str(error)
     log.info("the mount is not warm", reason=reason)
     return None
 
 
-def _open_and_hold(cache: NodeCache, pinned: Pinned, is_wanted: bool) -> int:
+def _open_and_hold(cache: NodeCache, pinned: Pinned, options: MountOptions, is_wanted: bool) -> int:
+    assert options.cache_dir is not None
     try:
         if not is_wanted:
             raise NotSealed("it shall be served")
-        files_fd = open_sealed(cache, pinned.manifest.files)
+        with as_owner(options.cache_dir, options.config):
+            files_fd = open_sealed(cache, pinned.manifest.files)
     except NotSealed:
         cache.unseal()
         raise
@@ -84,7 +87,8 @@ class Holding:
         self._cache_problem = cache_problem
         facts = {"mode": "warm", "prefetch": options.prefetch.value, "cache": "True"}
         recorder = Recorder(record_head(options, pinned, facts=facts), origin_s=trio.current_time())
-        self._records = RecordKeeper(recorder, directory=options.config.log_directory / "records")
+        records = records_directory(options.config)
+        self._records = RecordKeeper(recorder, directory=records, as_owner=lambda: as_owner(records, options.config))
 
     async def run(self, ready: Callable[[], None]) -> None:
         """Hold on until the bind is gone, whoever takes it away; `ready` is called before anything is waited for."""

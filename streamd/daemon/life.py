@@ -39,6 +39,7 @@ from streamd.daemon.memfds import memfd_of
 from streamd.daemon.relay import relayed, single_error
 from streamd.daemon.shares import Demand
 from streamd.daemon.spawning import Spawner, WorkerProcess
+from streamd.daemon.worker_user import WorkerUser
 from streamd.errors import Exit, NotFound, Refused, StreamdError
 from streamd.fuse import binding, mount_paths, mountinfo, mounting
 from streamd.fuse.binding import BindMount
@@ -118,6 +119,7 @@ class Life:
         config_text: str,
         store_timeout_s: float = 60.0,
         may_harden: bool = True,
+        user: WorkerUser | None = None,
     ) -> None:
         self.image = image
         self.mount: FuseMount | BindMount | None = None
@@ -132,6 +134,7 @@ class Life:
         self._store_timeout_s = store_timeout_s
         self._may_harden = may_harden
         self._may_be_warm = True
+        self._user = user
         self._answers: dict[int, int | None] = {}
         self._answered = trio.Event()
         self._questions = 0
@@ -282,6 +285,7 @@ class Life:
             openers=openers,
             bind=_bind_facts(self.mount) if isinstance(self.mount, BindMount) else None,
             may_be_warm=self._may_be_warm,
+            user=None if self._user is None else (self._user.uid, self._user.gid),
         )
 
     async def _new_worker(self) -> WorkerProcess:

@@ -81,7 +81,7 @@ async def _serve(
     if cache is not None:
         # From before there is a mount: it must not outlive its server. What comes meanwhile is delivered after all.
         with trio.open_signal_receiver(*_ENDING_SIGNALS) as signals:
-            bind = await bind_sealed(cache, pinned, directory, is_wanted=options.warm)
+            bind = await bind_sealed(cache, pinned, directory, options)
             if bind is not None:
                 warm = WarmMount(options, store, pinned, control_socket, ready, cache=cache, bind=bind)
                 await warm.run(signals)

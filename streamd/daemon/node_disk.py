@@ -4,13 +4,15 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from streamd.config import CacheConfig
+from streamd.config import Config
 from streamd.daemon.api.models import CachedImage, CacheState, RecordFacts
+from streamd.daemon.worker_user import as_owner
 from streamd.errors import StreamdError
 
 
-def cache_state(settings: CacheConfig) -> CacheState:
+def cache_state(config: Config) -> CacheState:
     """Describe the node cache, or say in `problem` why it can't be used."""
+    settings = config.cache
     directory = settings.directory
     if directory is None:
         return CacheState(directory=None, images=[], used_bytes=0, max_bytes=0, reserve_bytes=0, free_bytes=0)
@@ -22,6 +24,8 @@ def cache_state(settings: CacheConfig) -> CacheState:
     try:
         found = os.statvfs(directory)
         free_bytes, total_bytes = found.f_bavail * found.f_frsize, found.f_blocks * found.f_frsize
+        with as_owner(directory, config):
+            listed = list_images(directory)
         images = [
             CachedImage(
                 key=image.key,
@@ -30,7 +34,7 @@ def cache_state(settings: CacheConfig) -> CacheState:
                 owner=image.owner,
                 is_pinned=image.is_pinned,
             )
-            for image in list_images(directory)
+            for image in listed
         ]
     except (OSError, StreamdError) as error:
         problem = str(error)

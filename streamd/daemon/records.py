@@ -1,9 +1,10 @@
 """Records of mounts on disk: where they are, when they are written, how many are kept.
 
-One file a mount life, in a directory of root's (0700): it says which parts of a snapshot an application touches. A
-checkpoint replaces the whole file: a restore of a GB makes some 4000 reads, 30 KB and 2 ms of a thread, and even the
-327 680 reads of 80 GiB cost a tenth of a second of each ten. So a process that is killed loses its last ten seconds,
-and what is there is always whole; a file that is appended to would lose as much in its buffers and need repair.
+One file a mount life, in a directory of root's, or of the user that workers run as (0700): it says which parts of a
+snapshot an application touches. A checkpoint replaces the whole file: a restore of a GB makes some 4000 reads, 30 KB
+and 2 ms of a thread, and even the 327 680 reads of 80 GiB cost a tenth of a second of each ten. So a process that is
+killed loses its last ten seconds, and what is there is always whole; a file that is appended to would lose as much in
+its buffers and need repair.
 
 Nothing here may hurt a mount: a disk that is full or hangs costs the record, with one line in the log.
 """
@@ -11,8 +12,8 @@ Nothing here may hurt a mount: a disk that is full or hangs costs the record, wi
 import os
 import re
 import time
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 
 import structlog
@@ -20,7 +21,7 @@ import trio
 
 from streamd.daemon.options import MountOptions
 from streamd.errors import NotFound, NotPermitted, StreamdError
-from streamd.safe_paths import SafeDirectory, UnsafePath
+from streamd.safe_paths import SafeDirectory
 from streamd.serve.record import Record, RecordedFile, Recorder, RecordHead
 from streamd.serve.record_file import RECORD_BYTES_MAX, decode, encode
 from streamd.serve.scheduler import RunBlocking
@@ -64,10 +65,16 @@ class RecordKeeper:
     """Writes what a recorder notes, now and then and at the end; state of the Trio thread."""
 
     def __init__(
-        self, recorder: Recorder, *, directory: Path, run_blocking: RunBlocking = trio.to_thread.run_sync
+        self,
+        recorder: Recorder,
+        *,
+        directory: Path,
+        as_owner: Callable[[], AbstractContextManager[None]] = nullcontext,
+        run_blocking: RunBlocking = trio.to_thread.run_sync,
     ) -> None:
-        """Write to a file in `directory`, which is made when it isn't there."""
+        """Write to a file in `directory`, which is made when it isn't there; in `as_owner`, in a thread."""
         self._recorder = recorder
+        self._as_owner = as_owner
         self._run_blocking = run_blocking
         self._limiter = trio.CapacityLimiter(1)
         head = recorder.record(trio.current_time()).head
@@ -100,13 +107,17 @@ class RecordKeeper:
         problem = f"the disk did not take it within {WRITE_TIMEOUT_S:g} s"
         with trio.move_on_after(WRITE_TIMEOUT_S, shield=True):
             try:
-                await self._run_blocking(write_record, self.path, record, abandon_on_cancel=True, limiter=self._limiter)
+                await self._run_blocking(self._put, record, abandon_on_cancel=True, limiter=self._limiter)
                 self._written_changes = changes
                 return
-            except (OSError, UnsafePath) as error:
+            except (OSError, StreamdError) as error:
                 problem = str(error)
         self._is_broken = True
         log.warning("the record of this mount is not kept any more", path=str(self.path), reason=problem)
+
+    def _put(self, record: Record) -> None:
+        with self._as_owner():
+            write_record(self.path, record)
 
 
 def write_record(path: Path, record: Record, *, kept_files: int = KEPT_FILES, kept_bytes: int = KEPT_BYTES) -> None:

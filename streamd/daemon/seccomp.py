@@ -1,8 +1,9 @@
 """A filter on system calls for a process that holds pod memory and talks to the network: none that it never needs.
 
 What it does to the rest of the machine ends with this: no program is run, no process traced, no mount or namespace
-made or changed, no module or BPF program loaded, no file opened by handle. These calls answer EPERM, so that a library
-that tries one goes on. Threads, sockets, files and FUSE go on as they were; so does fork(2), whose child is under it.
+made or changed, no module or BPF program loaded, no file opened by handle; and no other process is signalled or given
+limits, since the workers of all tenants may be of one user. These calls answer EPERM, so that a library that tries one
+goes on. Threads, sockets, files and FUSE go on as they were; so does fork(2), whose child is under it.
 
 The filter looks at the architecture first: calls by another one (32-bit ones, where numbers mean something else) kill
 the process, and those of x32 are refused. clone(2) may not make namespaces; clone3(2), whose flags are in memory, where
@@ -31,9 +32,14 @@ DENIED: Mapping[str, tuple[int, int]] = {
     "init_module": (175, 105), "finit_module": (313, 273), "delete_module": (176, 106),
     "kexec_load": (246, 104), "kexec_file_load": (320, 294), "reboot": (169, 142), "swapon": (167, 224),
     "swapoff": (168, 225), "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427),
+    "kill": (62, 129), "tkill": (200, 130), "rt_sigqueueinfo": (129, 138), "rt_tgsigqueueinfo": (297, 240),
+    "pidfd_send_signal": (424, 424),
 }  # fmt: skip
 # What a process needs that runs commands for its tokens.
-_RUNNING_PROGRAMS = ("execve", "execveat")
+_RUNNING_PROGRAMS = ("execve", "execveat", "kill")
+# Calls that name a process first, and may name this one: abort(3) and pthread_kill(3) use the one, by our number;
+# getrlimit(2) is the other, with 0.
+_TGKILL, _PRLIMIT = (234, 131), (302, 261)
 _CLONE, _CLONE3 = (56, 220), 435
 _CLONE_NEW = 0x7E020000  # all CLONE_NEW* flags of linux/sched.h that clone(2) takes
 _X32 = 0x40000000  # asm/unistd.h: __X32_SYSCALL_BIT
@@ -60,8 +66,11 @@ def is_supported() -> bool:
     return platform.machine() in _ARCHITECTURES
 
 
-def filter_program(machine: str, *, may_run_programs: bool = False) -> bytes:
-    """Write the filter for a machine (`uname -m`). Raises: KeyError for one that isn't known."""
+def filter_program(machine: str, *, pid: int, may_run_programs: bool = False) -> bytes:
+    """Write the filter of process `pid` for a machine (`uname -m`). Raises: KeyError for one that isn't known.
+
+    With `may_run_programs` those, too, may send and limit what they may; they inherit the filter.
+    """
     audit_number, column = _ARCHITECTURES[machine]
     refused = [
         numbers[column] for name, numbers in DENIED.items() if not (may_run_programs and name in _RUNNING_PROGRAMS)
@@ -76,6 +85,15 @@ def filter_program(machine: str, *, may_run_programs: bool = False) -> bytes:
         program += [_step(_JUMP_AT_LEAST, _X32, if_false=1), _step(_RETURN, _ERRNO | errno.EPERM)]
     for number in refused:
         program += [_step(_JUMP_EQUAL, number, if_false=1), _step(_RETURN, _ERRNO | errno.EPERM)]
+    if not may_run_programs:
+        for numbers, allowed in ((_TGKILL, pid), (_PRLIMIT, 0)):
+            program += [
+                _step(_JUMP_EQUAL, numbers[column], if_false=4),
+                _step(_LOAD, _FIRST_ARGUMENT_AT),
+                _step(_JUMP_EQUAL, allowed, if_true=1),
+                _step(_RETURN, _ERRNO | errno.EPERM),
+                _step(_RETURN, _ALLOW),
+            ]
     program += [
         _step(_JUMP_EQUAL, _CLONE3, if_false=1),
         _step(_RETURN, _ERRNO | errno.ENOSYS),
@@ -96,7 +114,7 @@ def deny_dangerous_calls(*, may_run_programs: bool = False) -> None:
     """Put all threads of this process under the filter, for ever. Raises: `StreamdError`."""
     if not is_supported():
         raise StreamdError(f"no filter of system calls for {platform.machine()} machines")
-    program = filter_program(platform.machine(), may_run_programs=may_run_programs)
+    program = filter_program(platform.machine(), pid=os.getpid(), may_run_programs=may_run_programs)
     _, column = _ARCHITECTURES[platform.machine()]
     if _libc.prctl(_PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0):
         raise StreamdError(f"PR_SET_NO_NEW_PRIVS: {os.strerror(ctypes.get_errno())}")

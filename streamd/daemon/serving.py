@@ -18,6 +18,7 @@ from streamd.daemon.learner import Learner
 from streamd.daemon.lease import hold_lease
 from streamd.daemon.options import MountOptions
 from streamd.daemon.records import RecordKeeper, record_head
+from streamd.daemon.worker_user import as_owner, records_directory
 from streamd.errors import Unreachable
 from streamd.fuse import mounting
 from streamd.fuse.session import Session
@@ -68,7 +69,8 @@ class Serving:
         self._learner = Learner(LearnedOrder(retrying(store, deadline_s=_LEARN_TIMEOUT_S), pinned))
         facts = {"mode": "fuse", "prefetch": options.prefetch.value, "cache": str(cache is not None)}
         recorder = Recorder(record_head(options, pinned, facts=facts), origin_s=trio.current_time())
-        self._records = RecordKeeper(recorder, directory=options.config.log_directory / "records")
+        records = records_directory(options.config)
+        self._records = RecordKeeper(recorder, directory=records, as_owner=lambda: as_owner(records, options.config))
         self.image = ServedImage(
             store,
             pinned,
@@ -101,7 +103,9 @@ class Serving:
                 self._session = Session(self.image, device_fd, init=init)
                 nursery.start_soon(self._give_memory_back)
                 if self._cache is not None and self._options.seals:
-                    nursery.start_soon(seal_when_whole, self._cache, self._pinned, lambda: self.image.is_whole)
+                    nursery.start_soon(
+                        seal_when_whole, self._cache, self._pinned, self._options, lambda: self.image.is_whole
+                    )
                 nursery.start_soon(self._learner.run)
                 nursery.start_soon(self._records.run)
                 nursery.start_soon(hold_lease, self._store, self._pinned.manifest.snapshot_id, self._options.mountpoint)

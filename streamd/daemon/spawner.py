@@ -14,8 +14,8 @@ to fork.
 
 import array
 import contextlib
-import ctypes
 import gc
+import importlib
 import json
 import os
 import signal
@@ -27,17 +27,20 @@ import traceback
 os.environ["OPENBLAS_NUM_THREADS"] = "1"
 
 import streamd.logs  # noqa: F401  (before anybody imports structlog, for its reason)
-from streamd.daemon import allocator, worker
+from streamd.daemon import allocator, hardening, worker
 
-_PR_SET_NAME = 15  # linux/prctl.h
 _MESSAGE_BYTES = 4096
+# What is imported only where it is needed. A worker can't: its user may not reach the interpreter's files (in /root).
+_LATE = ("streamd.store.directory", "streamd.store.gcs", "streamd.store.shaped", "encodings.idna")
 
 
 def main(fd: int) -> int:
     """Fork workers until nobody can ask for one."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is for the supervisor
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for workers here
-    name_process("streamd-spawner")
+    hardening.name_process("streamd-spawner")
+    for name in _LATE:
+        importlib.import_module(name)
     gc.collect()
     gc.freeze()  # what is here stays shared with the forks
     allocator.give_back()
@@ -77,18 +80,13 @@ def _become_worker(fd: int) -> None:
     try:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         os.setsid()
-        name_process("streamd-worker")
+        hardening.name_process("streamd-worker")
         code = worker.main(socket.socket(fileno=fd))
     except BaseException:
         traceback.print_exc()
     finally:
         sys.stderr.flush()
         os._exit(code)
-
-
-def name_process(name: str) -> None:
-    """Give this process the name that ps shows (at most 15 characters)."""
-    ctypes.CDLL(None).prctl(_PR_SET_NAME, name.encode(), 0, 0, 0)
 
 
 if __name__ == "__main__":

@@ -52,7 +52,8 @@ from streamd.daemon.shares import divide_link
 from streamd.daemon.sockets import BoundSocket, api_socket_path
 from streamd.daemon.spawning import Spawner
 from streamd.daemon.strays import Strays
-from streamd.daemon.unit_check import Finding, UnitFacts, findings
+from streamd.daemon.unit_check import UnitFacts, findings
+from streamd.daemon.worker_user import WorkerUser, prepare_worker_user, records_directory
 from streamd.errors import NotFound, Refused
 from streamd.fuse import mounting
 from streamd.store.opening import split_snapshot_url
@@ -93,16 +94,18 @@ class Supervisor:
         keeper: FdKeeper,
         *,
         config_text: str,
-        warnings: Sequence[Finding] = (),
+        warnings: Sequence[str] = (),
         may_harden: bool = True,
+        user: WorkerUser | None = None,
     ) -> None:
         self.events = EventLog()
         self.memory = NodeMemory(kept_requests=Limits().request_ids)
         self._config = config
         self._config_text = config_text
         self._keeper = keeper
-        self._warnings = [str(finding) for finding in warnings]
+        self._warnings = list(warnings)
         self._may_harden = may_harden
+        self._user = user
         self._spawner = Spawner()
         self._images: dict[str, Image] = {}
         self._lives: dict[str, Life] = {}
@@ -191,6 +194,7 @@ class Supervisor:
             partial(self.events.publish, image=image.id),
             config_text=self._config_text,
             may_harden=self._may_harden,
+            user=self._user,
         )
 
     def _begin(self, image: Image, life: Life) -> None:
@@ -335,12 +339,12 @@ class Supervisor:
     async def cache(self) -> CacheState:
         """Describe the node cache."""
         return await trio.to_thread.run_sync(
-            cache_state, self._config.cache, abandon_on_cancel=True, limiter=self._disk_looks
+            cache_state, self._config, abandon_on_cancel=True, limiter=self._disk_looks
         )
 
     async def records(self, *, limit: int) -> Sequence[RecordFacts]:
         """Give the newest records, newest first."""
-        directory = self._config.log_directory / "records"
+        directory = records_directory(self._config)
         return await trio.to_thread.run_sync(
             newest_records, directory, limit, abandon_on_cancel=True, limiter=self._disk_looks
         )
@@ -392,6 +396,8 @@ def run_daemon(
         if finding.kind == _NO_NAMESPACE:
             raise Refused(f"{finding}: no sandbox could see the mounts")
     mounting.require_root()
+    user, problems = prepare_worker_user(config)
+    said = [*map(str, warnings), *problems]
     if len(config_text) > _CONFIG_MAX_CHARACTERS:
         raise Refused(f"the configuration has {len(config_text)} characters: more than {_CONFIG_MAX_CHARACTERS}")
     hardening.keep_memory_private()
@@ -402,7 +408,7 @@ def run_daemon(
     channel = NotifyChannel(environment.notify_socket)
     store = FdStore(channel, environment.received, capacity=facts.fd_store_max)
     keeper = FdKeeper(store, version=version())
-    supervisor = Supervisor(config, keeper, config_text=config_text, warnings=warnings, may_harden=may_harden)
+    supervisor = Supervisor(config, keeper, config_text=config_text, warnings=said, may_harden=may_harden, user=user)
     notifier = Notifier(channel, watchdog_s=environment.watchdog_s)
     trio.run(_run, config, supervisor, keeper, store, notifier)
 

@@ -34,7 +34,7 @@ _PROPERTIES = (
 )
 _UNIT = re.compile(r"[A-Za-z0-9:_.@\\-]{1,240}\.service", re.ASCII)
 # linux/capability.h
-_CAPABILITIES = {19: "CAP_SYS_PTRACE", 21: "CAP_SYS_ADMIN", 24: "CAP_SYS_RESOURCE"}
+_CAPABILITIES = {7: "CAP_SETUID", 19: "CAP_SYS_PTRACE", 21: "CAP_SYS_ADMIN", 24: "CAP_SYS_RESOURCE"}
 # FUSE_NOTIFY_RESEND and FUSE_HAS_RESEND (fs/fuse/dev.c).
 _RESEND_SINCE = (6, 9)
 
@@ -200,6 +200,10 @@ _LACKING = {
         "no-sys-resource",
         "no CAP_SYS_RESOURCE: workers aren't marked as I/O flushers, nor kept from the OOM killer; short of memory, "
         "they can wait for themselves",
+    ),
+    "CAP_SETUID": Finding(
+        "no-setuid",
+        'no CAP_SETUID: workers can\'t run as a user of their own; only daemon.worker_user = "" would serve',
     ),
     "CAP_SYS_PTRACE": Finding(
         "no-sys-ptrace", "no CAP_SYS_PTRACE: an umount that is refused can't always name who has files open"

@@ -42,12 +42,14 @@ class WarmInUse(Refused):
         self.openers = list(openers)
 
 
-async def bind_sealed(cache: NodeCache, pinned: Pinned, directory: Mountpoint, *, is_wanted: bool) -> BindMount | None:
+async def bind_sealed(
+    cache: NodeCache, pinned: Pinned, directory: Mountpoint, options: MountOptions
+) -> BindMount | None:
     """Bind the image's files if they are sealed, and that is wanted; else take the seal away, for a mount that serves.
 
     None, too, when the disk doesn't answer in time, or the kernel can't.
     """
-    files_fd = await hold_files(cache, pinned, is_wanted=is_wanted)
+    files_fd = await hold_files(cache, pinned, options, is_wanted=options.warm)
     if files_fd is None:
         return None
     try:

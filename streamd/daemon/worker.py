@@ -23,8 +23,9 @@ credentials before it looks into the cache, and goes on asking: whoever may not 
 A worker whose supervisor has gone serves on: the next supervisor finds the wire in its fd store; without one, the
 worker ends with the mount.
 
-Credentials are this process's only, and it drops what a server doesn't need: programs,
-mounts, namespaces, capabilities. Memory that replies come from is touched before (`fuse/connection.py`).
+A tenant's tokens are this process's only, and that of who fetches them for it (`token_process.py`). It drops what a
+server doesn't need: root, capabilities, programs, mounts, namespaces. Memory that replies come from is touched before
+(`fuse/connection.py`).
 """
 
 import os
@@ -51,6 +52,7 @@ from streamd.daemon.memfds import bytes_of, memfd_of
 from streamd.daemon.options import MountOptions
 from streamd.daemon.relay import error_record, single_error
 from streamd.daemon.serving import Serving
+from streamd.daemon.token_process import ForkedSource
 from streamd.daemon.wire import Wire
 from streamd.errors import NotPermitted, Refused, StoreError, StoreErrorKind, StreamdError
 from streamd.fuse.binding import BindMount
@@ -58,11 +60,12 @@ from streamd.logs import configure
 from streamd.serve.handles import Handle, Opener
 from streamd.serve.node_cache import NodeCache
 from streamd.store.catalog import Pinned, open_snapshot
+from streamd.store.credentials import DefaultToken
 from streamd.store.identity import Identity
-from streamd.store.opening import open_store, split_snapshot_url
+from streamd.store.opening import open_store, split_snapshot_url, wants_default_credentials
 from streamd.store.port import Store
 from streamd.store.retry import retrying
-from streamd.store.token_sources import parse_credentials
+from streamd.store.token_sources import TokenSource, parse_credentials
 
 log = structlog.get_logger()
 
@@ -88,25 +91,55 @@ def main(end: socket.socket) -> int:
     config = configuration.parse_text(assignment.config_text, source="the daemon's configuration")
     configure(assignment.log_level)
     hardening.mark_io_flusher()
-    if assignment.may_harden:  # while there is one thread, and nothing was asked of anybody
+    try:
+        source = _token_source(assignment, lambda: _close(wire, fds))
+        if assignment.may_harden:  # while there is one thread, and nothing was asked of anybody
+            _confine(assignment.user)
+    except StreamdError as error:
+        wire.send_nowait({"is": "refused", "error": error_record(error)})
+        return 1
+    return trio.run(_Worker(wire, assignment, config, source).run, fds)
+
+
+def _token_source(assignment: Assignment, close_in_child: Callable[[], None]) -> TokenSource | None:
+    """Give where the image's tokens come from, None when its store wants none. Raises: `StreamdError`."""
+    source = parse_credentials(assignment.credentials)
+    if source is None:
+        if not wants_default_credentials(assignment.snapshot_url):
+            return None
+        source = DefaultToken()
+    return ForkedSource(source, may_harden=assignment.may_harden, close_in_child=close_in_child)
+
+
+def _close(wire: Wire, fds: Sequence[int]) -> None:
+    wire.close()
+    for fd in fds:
+        os.close(fd)
+
+
+def _confine(user: tuple[int, int] | None) -> None:
+    """Give up what a server doesn't need. Raises: `StreamdError`."""
+    if user is None:
         hardening.drop_capabilities()
-        seccomp.deny_dangerous_calls(may_run_programs="command" in (assignment.credentials or {}))
-    return trio.run(_Worker(wire, assignment, config).run, fds)
+    else:
+        uid, gid = user
+        hardening.drop_privileges(uid, gid)
+    seccomp.deny_dangerous_calls()
 
 
 class _Worker:
     """One worker's life."""
 
-    def __init__(self, wire: Wire, assignment: Assignment, config: Config) -> None:
+    def __init__(self, wire: Wire, assignment: Assignment, config: Config, source: TokenSource | None) -> None:
         self._wire = wire
         self._assignment = assignment
         self._config = config
+        self._tokens = None if source is None else Identity(source)
         self._serving: Serving | None = None
         self._status_of: Callable[[], dict[str, object]] | None = None
         self._connected = trio.Event()
         self._mountpoint = assignment.mountpoint
         self._bind = None if assignment.bind is None else _bind_facts(assignment.bind)
-        self._identity: Identity | None = None
         self._is_taken_over = False
         self._device_fd = -1
         self._init = b""
@@ -133,9 +166,7 @@ class _Worker:
     async def _serve(self, assignment: Assignment, config: Config, fds: list[int]) -> None:
         self._is_taken_over = bool(fds)
         store_url, snapshot_id = split_snapshot_url(assignment.snapshot_url)
-        source = parse_credentials(assignment.credentials)
-        tokens = self._identity = None if source is None else Identity(source)
-        store = open_store(store_url, tokens=tokens)
+        store = open_store(store_url, tokens=self._tokens)
         try:
             if self._is_taken_over:
                 self._device_fd, init_fd, pinned_fd = fds
@@ -146,7 +177,10 @@ class _Worker:
                 self._connected.set()
             else:
                 patient = retrying(store, deadline_s=assignment.store_timeout_s)
-                pinned = await trio.to_thread.run_sync(open_snapshot, patient, snapshot_id, abandon_on_cancel=True)
+                try:
+                    pinned = await trio.to_thread.run_sync(open_snapshot, patient, snapshot_id, abandon_on_cancel=True)
+                except StoreError as error:
+                    raise _explained(error, store_url) from error
             options = MountOptions(
                 snapshot_url=assignment.snapshot_url,
                 mountpoint=assignment.mountpoint,
@@ -164,9 +198,9 @@ class _Worker:
     async def _run(self, options: MountOptions, store: Store, pinned: Pinned) -> None:
         cache, cache_problem = await self._open_cache(options, store, pinned)
         async with trio.open_nursery() as nursery:
-            if self._identity is not None:
-                nursery.start_soon(self._prove_access, self._identity, store, pinned)
-            files_fd = await self._files_to_hold(cache, pinned)
+            if self._tokens is not None and self._assignment.credentials is not None:
+                nursery.start_soon(self._prove_access, self._tokens, store, pinned)
+            files_fd = await self._files_to_hold(options, cache, pinned)
             if files_fd is None:
                 await self._serve_requests(options, store, pinned, nursery, cache=cache, cache_problem=cache_problem)
             else:
@@ -191,11 +225,13 @@ class _Worker:
             log.warning("no cache on disk, serving from memory", reason=str(error))
             return None, str(error)
 
-    async def _files_to_hold(self, cache: NodeCache | None, pinned: Pinned) -> int | None:
+    async def _files_to_hold(self, options: MountOptions, cache: NodeCache | None, pinned: Pinned) -> int | None:
         """Give the image's files when it is warm, or can be; None when its mount is served."""
         if self._is_taken_over:  # a seal that is there was made by the worker before, and is good until a byte changes
             return None if self._bind is None else self._device_fd
-        return None if cache is None else await hold_files(cache, pinned, is_wanted=self._assignment.may_be_warm)
+        if cache is None:
+            return None
+        return await hold_files(cache, pinned, options, is_wanted=self._assignment.may_be_warm)
 
     async def _hold(
         self,
@@ -362,3 +398,13 @@ def _bind_facts(told: Sequence[Any]) -> tuple[int, tuple[int, int]]:
     """Read a bind's number and device from a message."""
     mount_id, (major, minor) = told
     return int(mount_id), (int(major), int(minor))
+
+
+def _explained(error: StoreError, store_url: str) -> StreamdError:
+    """Say what is to be done about a directory that is another user's."""
+    if error.store_kind is not StoreErrorKind.FORBIDDEN or not store_url.startswith("file:") or not os.geteuid():
+        return error
+    return NotPermitted(
+        f"{error}: workers run as uid {os.geteuid()}, gid {os.getegid()} (daemon.worker_user), which must be able to "
+        f"read all of {store_url} and to pass through the directories above it"
+    )

@@ -70,6 +70,7 @@ def bind(files_fd: int, directory: Mountpoint) -> BindMount:
         mount_fd = mount_calls.clone_mount(files_fd)
         try:
             mount_calls.set_attributes(mount_fd, _ATTRIBUTES)
+            mount_calls.forbid_symlinks(mount_fd)
             mount_calls.move_mount(mount_fd, directory.fd)
             try:
                 entry = mountinfo.with_id(mountinfo.id_of(mount_fd))

@@ -212,6 +212,7 @@ def _mount_device(fd: int, directory: Mountpoint) -> tuple[int, int]:
     """Mount an open /dev/fuse on a directory; give the mount's device. Raises: `OSError`, `StreamdError`."""
     mount_fd = mount_calls.new_mount(_TYPE, _OPTIONS | {"fd": str(fd)}, _ATTRIBUTES)
     try:
+        mount_calls.forbid_symlinks(mount_fd)
         mount_calls.move_mount(mount_fd, directory.fd)
         try:
             entry = mountinfo.with_id(mountinfo.id_of(mount_fd))

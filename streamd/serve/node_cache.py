@@ -28,16 +28,19 @@ import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from streamd.errors import Refused, StreamdError
 from streamd.safe_paths import SafeDirectory, UnsafePath
-from streamd.serve.plan import Layout
-from streamd.snapshot.manifest import ImageFile
 from streamd.snapshot.names import IMAGE_FILES
+
+if TYPE_CHECKING:  # the daemon's supervisor imports this, and does without numpy
+    from streamd.serve.plan import Layout
+    from streamd.snapshot.manifest import ImageFile
 
 CACHE_FORMAT = 2
 FILES = "files"
@@ -78,25 +81,26 @@ class NodeCache:
         self,
         path: Path,
         *,
+        directory_fd: int,
         lock_fd: int,
         file_fds: Sequence[int],
         sizes: Sequence[int],
         resident_fd: int,
         bits: bytearray,
-        read_only: Mapping[int, Path],
     ) -> None:
         self.path = path
         self.room_bytes = 0
         self.reserve_bytes = 0
         self.freeing: threading.Thread | None = None  # gives the disk back what left for this image
+        self._directory_fd = directory_fd
         self._lock_fd = lock_fd
         self._file_fds = tuple(file_fds)
+        self._read_only = {fd for fd in file_fds if _is_read_only(fd)}  # the writing thread's, too
         self._bases = list(accumulate(sizes[:-1], initial=0))  # each file's first byte in the image
         self._resident_fd = resident_fd
         self._bits = bits
         self._bits_lock = threading.Lock()
         self._unsynced: set[int] = set()  # descriptors; the writing thread's
-        self._read_only = read_only  # of the files' descriptors, those that can't be written to yet, and their paths
 
     def has(self, chunk: int) -> bool:
         """Whether the chunk's bit is set."""
@@ -127,6 +131,9 @@ class NodeCache:
         """Write a verified chunk; it counts once `confirm` has returned. Raises: OSError."""
         self.unseal()
         fd, at = self._locate(offset)
+        if fd in self._read_only:
+            _make_writable(fd)
+            self._read_only.remove(fd)
         self._unsynced.add(fd)
         view = memoryview(data)
         done = 0
@@ -186,10 +193,7 @@ class NodeCache:
     def unseal(self) -> None:
         """Let nobody mount the files as they are, from before the first of them changes. Raises: OSError."""
         with suppress(FileNotFoundError):
-            os.unlink(self.path / SEALED)
-        for fd, path in self._read_only.items():  # two threads at once do it twice, which does nothing more
-            _make_writable(fd, path)
-        self._read_only = {}
+            os.unlink(SEALED, dir_fd=self._directory_fd)
 
     def _locate(self, offset: int) -> tuple[int, int]:
         """Say which file holds byte `offset` of the image (its descriptor), and where."""
@@ -211,7 +215,7 @@ class NodeCache:
 
     def note_used(self) -> None:
         """Count the image as used now. Raises: OSError."""
-        os.utime(self.path / "head")
+        os.utime("head", dir_fd=self._directory_fd, follow_symlinks=False)
 
     @property
     def first_pages_byte(self) -> int:
@@ -220,21 +224,21 @@ class NodeCache:
 
     def close(self) -> None:
         """Let go of the directory; what is cached stays."""
-        for fd in (*self._file_fds, self._resident_fd, self._lock_fd):
+        for fd in (*self._file_fds, self._resident_fd, self._lock_fd, self._directory_fd):
             with suppress(OSError):
                 os.close(fd)
 
 
-def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: Layout, owner: str) -> NodeCache:
+def open_image(path: Path, manifest: bytes, files: "Sequence[ImageFile]", layout: "Layout", owner: str) -> NodeCache:
     """Open, or begin, an image's directory as its one owner; `manifest` is the encoded one, `files` are its files.
 
     Raises: `Refused` when another process owns it; `CacheUnusable`, `OSError`.
     """
-    opened(path, make=True).close()  # from here on nobody else can change what paths in it lead to
-    lock_fd = lock_image(path, owner)
-    fds = [lock_fd]
-    read_only: dict[int, Path] = {}
+    image_fd = opened(path, make=True).fd  # from here on nobody else can change what paths in it lead to
+    fds = [image_fd]
     try:
+        lock_fd = lock_image(path, owner)
+        fds.append(lock_fd)
         sizes = {file.name: file.size for file in files}
         assert tuple(sizes) == IMAGE_FILES  # `decode` saw to it: they become paths here
         head = {"format": CACHE_FORMAT, "chunks": len(layout), "bytes": layout.start[-1], "files": sizes}
@@ -245,15 +249,11 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
         directory_fd = os.open(path / FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             for name, size in sizes.items():
-                try:
-                    fd = os.open(name, flags, 0o600, dir_fd=directory_fd)
-                except PermissionError:  # sealed once, and we own it without capabilities: see `unseal`
-                    fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
-                    read_only[fd] = path / FILES / name
+                fd = _open_file(name, flags, directory_fd)
                 fds.append(fd)
                 if os.fstat(fd).st_size != size:
-                    if fd in read_only:
-                        _make_writable(fd, read_only.pop(fd))
+                    if _is_read_only(fd):
+                        _make_writable(fd)
                     os.ftruncate(fd, size)
         finally:
             os.close(directory_fd)
@@ -269,27 +269,40 @@ def open_image(path: Path, manifest: bytes, files: Sequence[ImageFile], layout: 
         raise
     return NodeCache(
         path,
+        directory_fd=image_fd,
         lock_fd=lock_fd,
-        file_fds=fds[1:-1],
+        file_fds=fds[2:-1],
         sizes=list(sizes.values()),
         resident_fd=resident_fd,
         bits=bits,
-        read_only=read_only,
     )
 
 
-def _make_writable(fd: int, path: Path) -> None:
-    """Have a descriptor of a file that was sealed once write, too; this breaks the seal.
+def _open_file(name: str, flags: int, directory_fd: int) -> int:
+    """Open a file of ours to write; one that was sealed once, by an owner without capabilities, only to read.
 
-    The file's mode is what it was in the end: it keeps holes out (`NodeCache.evict`).
+    (`NodeCache.write` has it written, if need be: opening alone must not break a seal.)
     """
-    os.chmod(path, 0o600)
     try:
-        writing_fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        return os.open(name, flags, 0o600, dir_fd=directory_fd)
+    except PermissionError:
+        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
+
+
+def _is_read_only(fd: int) -> bool:
+    return fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY
+
+
+def _make_writable(fd: int) -> None:
+    """Have a descriptor of a file that was sealed once write, too; this breaks the seal. It stays 0400 (`evict`)."""
+    mode = stat.S_IMODE(os.fstat(fd).st_mode)
+    os.fchmod(fd, mode | stat.S_IWUSR)
+    try:
+        writable_fd = os.open(f"/proc/self/fd/{fd}", os.O_RDWR | os.O_CLOEXEC)
     finally:
-        os.chmod(path, SEALED_MODE)
-    os.dup2(writing_fd, fd, inheritable=False)
-    os.close(writing_fd)
+        os.fchmod(fd, mode)
+    os.dup2(writable_fd, fd, inheritable=False)
+    os.close(writable_fd)
 
 
 def is_current(path: Path) -> bool:

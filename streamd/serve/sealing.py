@@ -188,7 +188,7 @@ def _look(directory_fd: int, files: Sequence[ImageFile]) -> Seal:
         name: FileFacts(info.st_size, stat.S_IMODE(info.st_mode), info.st_ctime_ns, info.st_ino)
         for name, info in infos.items()
     }
-    return Seal(_BOOT_ID.read_text(encoding="ascii").strip(), facts)
+    return Seal(_BOOT_ID.read_bytes().decode("ascii").strip(), facts)
 
 
 def _seal_modes(directory_fd: int, files: Sequence[ImageFile]) -> None:

@@ -1,16 +1,19 @@
 """Access tokens of Google's, one provider for every client of a store.
 
 `Tokens.fresh` gives a token that is good for some minutes, asking for a new one when the old one runs out or was
-refused; callers that wait for the same refresh share it.
+refused; callers that wait for the same refresh share it. `DefaultToken` is the same credentials as a source, for who
+keeps tokens himself (`store/identity.py`).
 """
 
 import os
 import threading
 import warnings
+from datetime import UTC, datetime
 from typing import Any, Protocol
 
 from streamd.errors import StoreError, StoreErrorKind
 from streamd.store.google_errors import safe_text
+from streamd.store.token_sources import Token
 
 _SCOPES = ("https://www.googleapis.com/auth/devstorage.read_write",)
 # Google's metadata server and token endpoints answer within a second or are in trouble.
@@ -58,11 +61,37 @@ class Tokens:
                 self._refused = token
 
 
+class DefaultToken:
+    """The application default credentials; each fetch asks for a token. Used by one thread at a time."""
+
+    def __init__(self) -> None:
+        self._found: tuple[Any, Any] | None = None
+
+    def __repr__(self) -> str:
+        return "default credentials"
+
+    def fetch(self) -> Token:
+        """Get the token as it is now. Raises: as `Tokens.fresh`."""
+        credentials, request = self._found = self._found or _find_default()
+        try:
+            credentials.refresh(request)
+        except Exception as error:
+            raise _error(error) from error
+        expiry: datetime | None = credentials.expiry  # UTC, without saying so
+        life_s = None if expiry is None else (expiry.replace(tzinfo=UTC) - datetime.now(UTC)).total_seconds()
+        return Token(credentials.token or "", life_s)
+
+
 def default_tokens() -> Tokens:
     """Find the application default credentials (https://cloud.google.com/docs/authentication/application-default-credentials).
 
     On a Google machine without a key file this asks the metadata server. Raises: as `Tokens.fresh`.
     """
+    return Tokens(*_find_default())
+
+
+def _find_default() -> tuple[Any, Any]:
+    """Find them; also give what sends their requests. Raises: `StoreError`."""
     from google.auth.transport.requests import Request
 
     try:
@@ -71,7 +100,7 @@ def default_tokens() -> Tokens:
         raise _error(error) from error
     request = Request()
     # The transport of refreshes would wait 120 s.
-    return Tokens(credentials, lambda *args, **others: request(*args, **{"timeout": _REFRESH_TIMEOUT_S, **others}))
+    return credentials, lambda *args, **others: request(*args, **{"timeout": _REFRESH_TIMEOUT_S, **others})
 
 
 def _default_credentials() -> Credentials:

@@ -57,13 +57,20 @@ def open_store(url: str, *, tokens: TokenProvider | None = None) -> Store:
                 raise BadURL(f"{url}: {prefix[:80]!r} can't be a prefix")
             from streamd.store.gcs import GoogleStore  # half a second, which other stores need not pay
 
-            # As every client of Google Cloud Storage honours it.
-            host = os.environ.get("STORAGE_EMULATOR_HOST")
-            return GoogleStore(parts.netloc, prefix, emulator_host=host, tokens=tokens)
+            return GoogleStore(parts.netloc, prefix, emulator_host=_emulator_host(), tokens=tokens)
         case "":
             raise BadURL(f"{url}: a store's address begins with gs:// or file://")
         case scheme:
             raise BadURL(f"{url}: no store is reached by {scheme}://, only by gs:// and file://")
+
+
+def wants_default_credentials(url: str) -> bool:
+    """Whether a store, or a snapshot, without credentials of its own is asked with the application default ones."""
+    return urlsplit(url).scheme == "gs" and not _emulator_host()
+
+
+def _emulator_host() -> str | None:
+    return os.environ.get("STORAGE_EMULATOR_HOST")  # as every client of Google Cloud Storage honours it
 
 
 def _open_directory(url: str, host: str, path: str, query: str, fragment: str) -> Store:

@@ -38,12 +38,13 @@ def test_every_setting_can_be_set(tmp_path: Path) -> None:
         '[cache]\ndirectory = "/c"\nmax_bytes = "10GB"\nreserve_bytes = 4096\nrecent_s = "2h"\n'
         '[fetch]\nbackground_gets = 1\nget_bytes = "1MiB"\nfault_gets = 2\nmax_bytes_per_s = "5MB"\n'
         '[daemon]\ngrace_s = "1m"\nimages_max = 3\nmemory_max_bytes = "4GiB"\nfetch_max_bytes_per_s = 100_000_000\n'
+        'worker_user = "1000:1001"\n'
         '[policy]\nevent_after_s = 1\ncredentials_wait_s = "2m"\nhold_s = 0.5\numount_wait_s = "250ms"\n'
     )
     assert load(path) == Config(
         cache=CacheConfig(Path("/c"), 10**10, 4096, 7200.0),
         fetch=FetchConfig(1, 1 << 20, 2, 5_000_000),
-        daemon=DaemonConfig(60.0, 3, 4 << 30, 100_000_000),
+        daemon=DaemonConfig(60.0, 3, 4 << 30, 100_000_000, "1000:1001"),
         policy=PolicyConfig(1.0, 120.0, 0.5, 0.25),
         memory_max_bytes=1 << 30,
         log_level="debug",
@@ -104,6 +105,8 @@ BAD = {
     "unknown level": ({"log_level": "loud"}, "log_level: must be one of debug, info, warning, error"),
     "a rate that is none": ({"daemon": {"fetch_max_bytes_per_s": 1000}}, "daemon.fetch_max_bytes_per_s: must be 0 (no"),
     "a negative rate": ({"fetch": {"max_bytes_per_s": -1}}, "fetch.max_bytes_per_s: must be from 0"),
+    "no user": ({"daemon": {"worker_user": "a b"}}, "daemon.worker_user: must be the name of a user, UID:GID"),
+    "a number as a user": ({"daemon": {"worker_user": 1000}}, "daemon.worker_user: must be the name of a user"),
     "text as a truth value": ({"cache": {"enabled": "no"}}, "cache.enabled: must be true or false"),
 }
 

@@ -5,6 +5,7 @@ import errno
 import json
 import os
 import platform
+import resource
 import signal
 import socket
 import stat
@@ -326,6 +327,40 @@ def test_normal_work_goes_on_under_all_of_it(tmp_path: Path) -> None:
         os.close(file_fd)
 
 
+def test_no_other_process_of_the_same_user_is_disturbed_under_it() -> None:
+    def disturbed() -> object:
+        hardening.drop_privileges(NOBODY, NOBODY)
+        read_fd, ready_fd = os.pipe()
+        other = os.fork()
+        if not other:
+            _libc.prctl(1, signal.SIGKILL, 0, 0, 0)  # PR_SET_PDEATHSIG
+            os.closerange(3, 1024)
+            signal.pause()
+        os.close(ready_fd)
+        os.read(read_fd, 1)  # its end: the other has let go of all, also of the pipe that `in_child` reads
+        own_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        process_fd = os.pidfd_open(other)
+        attempts: list[Callable[[], object]] = [
+            lambda: os.kill(other, signal.SIGSTOP),
+            lambda: signal.pidfd_send_signal(process_fd, signal.SIGSTOP),
+            lambda: check(_libc.tgkill(other, other, signal.SIGSTOP)),
+            lambda: resource.prlimit(other, resource.RLIMIT_NOFILE, (0, 0)),
+        ]
+        unhindered = [refused_with(attempt) for attempt in attempts]
+        deny_dangerous_calls()
+        hindered = [refused_with(attempt) for attempt in attempts]
+        signal.signal(signal.SIGUSR1, lambda *_: None)
+        signal.raise_signal(signal.SIGUSR1)
+        assert resource.getrlimit(resource.RLIMIT_NOFILE) == own_limit
+        return [unhindered, hindered]
+
+    def check(answer: int) -> None:
+        if answer:
+            raise OSError(ctypes.get_errno(), "refused")
+
+    assert in_child(disturbed) == [[0] * 4, [errno.EPERM] * 4]
+
+
 def test_trio_and_its_threads_go_on_under_it() -> None:
     def worked() -> object:
         import trio
@@ -387,15 +422,23 @@ def run_filter(program: bytes, architecture: int, number: int, argument: int = 0
 def test_the_program_denies_its_table_and_nothing_else_on_both_machines(
     machine: str, audit: int, column: int, may_run_programs: bool
 ) -> None:
-    program = filter_program(machine, may_run_programs=may_run_programs)
-    denied = {numbers[column] for name, numbers in DENIED.items() if not (may_run_programs and "exec" in name[:4])}
+    program = filter_program(machine, pid=7, may_run_programs=may_run_programs)
+    denied = {
+        numbers[column]
+        for name, numbers in DENIED.items()
+        if not (may_run_programs and name in ("execve", "execveat", "kill"))
+    }
+    own = {(234, 131)[column]: 7, (302, 261)[column]: 0}
     for number in range(600):
         expected = 0x7FFF0000
-        if number in denied and not (may_run_programs and number in (DENIED["execve"][column],)):
+        if number in denied:
             expected = 0x00050000 | errno.EPERM
         if number == 435:
             expected = 0x00050000 | errno.ENOSYS
-        assert run_filter(program, audit, number) == expected, number
+        assert run_filter(program, audit, number, own.get(number, 0)) == expected, number
+    for number, argument in own.items():
+        answer = 0x7FFF0000 if may_run_programs else 0x00050000 | errno.EPERM
+        assert run_filter(program, audit, number, argument + 1) == answer
     clone = (56, 220)[column]
     assert run_filter(program, audit, clone, 0x003D0F00) == 0x7FFF0000, "the flags of a thread"
     for bit in (17, 25, 26, 27, 28, 29, 30):

@@ -86,7 +86,7 @@ def test_the_mount_is_what_was_asked_for(mountpoint: str) -> None:
     entry = mountinfo.topmost(mountpoint)
     assert entry is not None
     assert (entry.filesystem, entry.source, entry.device) == (FILESYSTEM, "streamd", mount.device)
-    assert entry.options >= {"ro", "nosuid", "nodev", "noexec"}
+    assert entry.options >= {"ro", "nosuid", "nodev", "noexec", "nosymfollow"}
     assert entry.super_options >= {"ro", "allow_other", "default_permissions", "user_id=0", "group_id=0"}
     answer_init(mount)
     mounting.unmount(mountpoint, mount.device)

@@ -22,7 +22,7 @@ from streamd.serve.node_cache import FILES, SEALED, NodeCache, open_image
 from streamd.serve.plan import Layout
 from streamd.serve.sealing import FileFacts, Seal
 from streamd.snapshot.manifest import decode
-from streamd.snapshot.names import IMAGE_FILES
+from streamd.snapshot.names import IMAGE_FILES, PAGES
 
 if TYPE_CHECKING:
     from tests.fuse.conftest import Saved
@@ -453,6 +453,25 @@ def test_binds_that_others_made_are_never_taken_for_ours(mounts: Mounts, warm_im
             assert str(mountpoint) not in mounting.own_mountpoints()
         finally:
             mount_calls.umount(str(mountpoint), mount_calls.MNT_DETACH)
+
+
+def test_a_symlink_among_bound_files_leads_nowhere(tmp_path: Path) -> None:
+    """A worker that was broken into gives what is bound, and root opens it."""
+    secret, path = tmp_path / "secret", tmp_path / "mnt"
+    secret.write_text("root's")
+    path.mkdir()
+    files = tmp_path / "images" / ("0" * 64) / FILES
+    files.mkdir(parents=True)
+    (files / PAGES).symlink_to(secret)
+    with mount_paths.open_mountpoint(str(path)) as directory:
+        bind = binding.bind(os.open(files, os.O_RDONLY | os.O_DIRECTORY), directory)
+    try:
+        with pytest.raises(OSError, match="Too many levels of symbolic links"):
+            (path / PAGES).read_text()
+    finally:
+        mounting.abort(bind.mountpoint, bind.device)
+        os.close(bind.fd)
+    assert mountinfo.topmost(str(path)) is None
 
 
 def test_a_bind_whose_mountpoint_was_moved_meanwhile_is_undone(warm_image: Path, tmp_path: Path) -> None:

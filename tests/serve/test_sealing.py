@@ -1,8 +1,10 @@
 """A seal is good exactly as long as the files are what was read back from the disk, in the same boot."""
 
+import contextlib
 import os
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from bench.images import make_image
+from streamd.safe_paths import acting_as
 from streamd.save.push import PushOptions, push
 from streamd.serve import sealing
 from streamd.serve.cache_directory import open_cache
@@ -28,6 +31,7 @@ from streamd.store.opening import open_store
 
 CHUNK = 16 << 10
 PAGES_BYTES = 2 << 20
+NOBODY = 65534
 NAMES = st.sampled_from(IMAGE_FILES)
 
 
@@ -144,6 +148,36 @@ def test_a_chunk_that_the_disk_gives_back_wrong_is_forgotten_and_nothing_sealed(
         assert not cache.has(wrong)
         assert modes(cache) == {0o600}
     assert reason(cache, snapshot)
+
+
+def test_an_owner_without_capabilities_opens_a_sealed_image_as_it_is_and_punches_no_hole_into_it(
+    snapshot: Snapshot,
+) -> None:
+    """A worker, where a sandbox may have the files open natively."""
+    manifest, layout = snapshot.pinned.data, snapshot.layout
+    chunk = next(chunk for chunk in range(len(layout)) if not layout.is_zero(chunk))
+    start, length, content = layout.start[chunk], layout.length[chunk], snapshot.content(chunk)
+    with tempfile.TemporaryDirectory() as place:
+        os.chown(place, NOBODY, NOBODY)
+
+        def opened() -> contextlib.closing[NodeCache]:
+            with acting_as(NOBODY, NOBODY):
+                cache = open_cache(Path(place), manifest, layout, source="s", owner="test", max_bytes=None)
+            return contextlib.closing(cache)
+
+        with opened() as cache:
+            fill(cache, snapshot)
+            with acting_as(NOBODY, NOBODY):
+                seal(cache, snapshot)
+        with opened() as cache, acting_as(NOBODY, NOBODY):
+            assert reason(cache, snapshot) == ""
+            cache.write(content, start)  # in the place of one that was damaged, say
+            cache.confirm([chunk])
+            assert cache.read(length, start) == content
+            assert modes(cache) == {SEALED_MODE}
+            assert reason(cache, snapshot) == "the image is not sealed"
+            with pytest.raises(OSError, match="may be open in a sandbox"):
+                cache.evict(chunk, start, length)
 
 
 def test_a_zero_chunk_must_be_zeros_on_the_disk(cache: NodeCache, snapshot: Snapshot) -> None:

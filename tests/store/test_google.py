@@ -18,7 +18,7 @@ import google_crc32c
 import pytest
 
 from streamd.errors import StoreError, StoreErrorKind
-from streamd.store.credentials import Tokens, default_tokens
+from streamd.store.credentials import DefaultToken, Tokens, default_tokens
 from streamd.store.gcs import PIECE_BYTES, GoogleStore, Timeouts, emulator_address
 from streamd.store.google_errors import kind_of_status
 from streamd.store.port import Condition, Store
@@ -527,3 +527,32 @@ def test_a_process_that_only_reads_imports_nothing_of_googles(puppet: Puppet, an
         [sys.executable, "-c", READ_ONLY], env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout == "[]\n"
+
+
+def test_default_credentials_as_a_source_give_a_new_token_each_time(
+    puppet: Puppet, answer: type[Answer], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = subprocess.run(["openssl", "genrsa", "2048"], capture_output=True, text=True, check=True).stdout
+    account = {"type": "service_account", "client_email": "a@b", "private_key": key, "private_key_id": "k"}
+    (tmp_path / "key.json").write_text(json.dumps(account | {"token_uri": f"{puppet.address}/token"}))
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "key.json"))
+
+    def script(method: str, path: str, number: int) -> Answer:
+        if number == 2:
+            return answer(status=400, body=b'{"error": "invalid_grant"}')
+        return answer(status=200, body=json.dumps({"access_token": f"t{number}", "expires_in": 3600}).encode())
+
+    puppet.script = script
+    source = DefaultToken()
+    for number in range(2):
+        token = source.fetch()
+        assert token.value == f"t{number}"
+        assert token.expires_in_s is not None
+        assert 3500 < token.expires_in_s <= 3600
+    assert refused(source.fetch).store_kind is K.CREDENTIALS
+    assert [(method, path) for method, path, _ in puppet.requests] == [("POST", "/token")] * 3
+
+
+def test_a_machine_without_default_credentials_has_no_source_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nowhere/key.json")
+    assert refused(DefaultToken().fetch).store_kind is K.CREDENTIALS

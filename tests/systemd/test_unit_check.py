@@ -24,7 +24,7 @@ _GOOD = UnitFacts(
     },
     is_host_namespace=True,
     kernel="6.18.44",
-    capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"}),
+    capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SYS_PTRACE", "CAP_SETUID"}),
 )
 
 
@@ -59,13 +59,18 @@ def test_a_good_unit_gets_no_word() -> None:
         (dataclasses.replace(_GOOD, kernel="5.15.0"), "no-resend", True),
         (dataclasses.replace(_GOOD, capabilities=frozenset()), "no-sys-admin", True),
         (
-            dataclasses.replace(_GOOD, capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE"})),
+            dataclasses.replace(_GOOD, capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_PTRACE", "CAP_SETUID"})),
             "no-sys-resource",
             False,
         ),
         (
-            dataclasses.replace(_GOOD, capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_RESOURCE"})),
+            dataclasses.replace(_GOOD, capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SETUID"})),
             "no-sys-ptrace",
+            False,
+        ),
+        (
+            dataclasses.replace(_GOOD, capabilities=frozenset({"CAP_SYS_ADMIN", "CAP_SYS_RESOURCE", "CAP_SYS_PTRACE"})),
+            "no-setuid",
             False,
         ),
         (dataclasses.replace(_GOOD, problems=("odd",)), "environment", True),
