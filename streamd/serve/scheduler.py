@@ -7,6 +7,7 @@ one (`plan`), how much memory may be used (`memory`), what a failure gets (`poli
 thread.
 """
 
+import math
 import random
 from collections import deque
 from collections.abc import Awaitable, Callable, Iterable, Sequence
@@ -54,6 +55,8 @@ CHECK_CHUNKS = 16
 HOT_CHECKS_MAX = 2
 # Longest pause between two tries while a store is down: its return should be noticed soon.
 BACKOFF = Backoff(first_s=0.1, limit_s=5.0)
+# A store that is down refuses hundreds of requests a second: so often one of these is logged, with their number.
+_TELL_S = 1.0
 # How often GETs that stand still are looked for, while there are any.
 _WATCH_S = 0.1
 # Chunks that no stopped thread waits for are taken over so often: at 800 Mbit/s two or three at a time, each for half
@@ -139,6 +142,8 @@ class Scheduler:
         self._limiter = trio.CapacityLimiter(fetch.fault_gets + fetch.background_gets + SECOND_TRIES_MAX)
         self._check_limiter = trio.CapacityLimiter(16)
         self.last_failure: str | None = None
+        self._failures_told_s = -math.inf
+        self._untold_failures = 0
 
     async def run(self, *, task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED) -> None:
         """Fetch until cancelled; fetches under way are abandoned then and their threads end by themselves."""
@@ -580,8 +585,11 @@ class Scheduler:
         kind = error.store_kind
         self.last_failure = f"{kind}: {error}"
         self._stats.store_failures[kind] = self._stats.store_failures.get(kind, 0) + 1
-        log.info("fetch failed", kind=kind.value, error=str(error), chunks=len(flights))
         now_s = trio.current_time()
+        self._untold_failures += 1
+        if now_s - self._failures_told_s >= _TELL_S:
+            log.info("fetch failed", kind=kind.value, error=str(error), failures=self._untold_failures)
+            self._failures_told_s, self._untold_failures = now_s, 0
         if kind == StoreErrorKind.THROTTLED:
             self.limit.throttled(now_s)
         jitter = random.random()  # one for all chunks of a fetch, so that they come back as one

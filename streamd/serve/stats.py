@@ -1,6 +1,6 @@
 """What a served image counts, as `streamd status` shows it. Plain numbers, changed by the Trio thread only."""
 
-import math
+from bisect import bisect_right
 from dataclasses import dataclass, field
 
 from streamd.serve.order import Want
@@ -9,21 +9,19 @@ from streamd.serve.order import Want
 class Durations:
     """Times as a histogram whose steps are 10 % apart, from 10 µs to 5 minutes."""
 
-    _LEAST_S = 1e-5
-    _STEP = math.log(1.1)
+    # Where each step ends; longer ones are counted with the last.
+    _ENDS_S = tuple(1e-5 * 1.1**step for step in range(1, 181))
 
     def __init__(self) -> None:
-        self._counts = [0] * 180
+        self._counts = [0] * (len(self._ENDS_S) + 1)
 
     def note(self, duration_s: float) -> None:
         """Count one."""
-        step = int(math.log(max(duration_s, self._LEAST_S) / self._LEAST_S) / self._STEP)
-        self._counts[min(step, len(self._counts) - 1)] += 1
+        self._counts[bisect_right(self._ENDS_S, duration_s)] += 1
 
     def at_least(self, duration_s: float) -> int:
         """Count those of so much or more, give or take a step."""
-        step = int(math.log(max(duration_s, self._LEAST_S) / self._LEAST_S) / self._STEP)
-        return sum(self._counts[step:])
+        return sum(self._counts[bisect_right(self._ENDS_S, duration_s) :])
 
     def quantile_s(self, share: float) -> float:
         """Give the time below which that share of them lie, up to 10 % too large; 0 when there are none."""
@@ -31,7 +29,7 @@ class Durations:
         for step, count in enumerate(self._counts):
             left -= count
             if count and left <= 0:
-                return self._LEAST_S * math.exp((step + 1) * self._STEP)
+                return self._ENDS_S[min(step, len(self._ENDS_S) - 1)]
         return 0.0
 
 
