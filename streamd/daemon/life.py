@@ -19,14 +19,11 @@ and the lease, and proves the tenant's access. Its death is nothing to readers; 
 import errno
 import os
 import signal
-import struct
 import time
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext, suppress
 from enum import Enum, auto
 from functools import partial
-from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import structlog
 import trio
@@ -34,6 +31,15 @@ import trio
 from streamd.config import Config
 from streamd.daemon.api.models import ErrorFacts, ImageStateName
 from streamd.daemon.assignment import Assignment
+from streamd.daemon.image_mount import (
+    AnyMount,
+    WorkerLost,
+    first_request,
+    have_sent_again,
+    is_mounted,
+    make_mount,
+    take_away,
+)
 from streamd.daemon.images import Image
 from streamd.daemon.memfds import memfd_of
 from streamd.daemon.relay import relayed, single_error
@@ -41,11 +47,10 @@ from streamd.daemon.shares import Demand
 from streamd.daemon.spawning import Spawner, WorkerProcess
 from streamd.daemon.worker_user import WorkerUser
 from streamd.errors import Exit, NotFound, Refused, StreamdError
-from streamd.fuse import binding, mount_paths, mountinfo, mounting
+from streamd.fuse import binding, mounting
 from streamd.fuse.binding import BindMount
 from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mounting import FuseMount
-from streamd.safe_paths import SafeDirectory
 
 log = structlog.get_logger()
 
@@ -59,19 +64,13 @@ _HAND_OVER_S = 5.0
 _SERVING_S = 30.0
 # On top of the store's time-out.
 _PREPARE_S = 30.0
-_INIT_S = 10.0
 _IDLE_LOOK_S = 0.5
 # From the unmount to the end of a worker, with what it has for the disk and the store. One whose connection couldn't be
 # ended, and lives on with copies of the mount in other mount namespaces, doesn't end by itself.
 _END_S = 10.0
 _ANSWER_S = 5.0
-_MOUNTPOINTS_MAX = 8
 # A worker is told of a greater share when it is so much greater; of a smaller one always, since they add up.
 _NOTABLE_SHARE = 1.05
-_INIT_BYTES = (1 << 20) + 8192
-# linux/fuse.h: struct fuse_out_header of a notification: len, code, no unique.
-_RESEND = struct.pack("<IiQ", 16, 7, 0)
-_Mount = TypeVar("_Mount", FuseMount, BindMount)
 
 
 class Ending(Enum):
@@ -97,12 +96,6 @@ class Keeper(Protocol):
     def forget(self, life: "Life") -> None:
         """Keep nothing of it any more."""
         ...
-
-
-class WorkerLost(StreamdError):
-    """An image has no worker and gets none; the message says why."""
-
-    kind = "worker-lost"
 
 
 class Life:
@@ -159,7 +152,7 @@ class Life:
                     raise WorkerLost("it was released before it was mounted")
                 self._preparing = None
             else:
-                image.is_ending = not await trio.to_thread.run_sync(self._is_mounted, self.mount)
+                image.is_ending = not await trio.to_thread.run_sync(is_mounted, self.mount)
                 if self.worker is None:
                     await self._take_over()
                 else:
@@ -197,8 +190,8 @@ class Life:
             await self._bury()
             self._count_death()
         if self.mount is None:
-            self.mount = await trio.to_thread.run_sync(self._make_mount, mounting.mount)
-            self.init = await self._first_request(self.mount.fd)
+            self.mount = await self._make_mount(mounting.mount)
+            self.init = await first_request(self.mount.fd)
         mount = self.mount
         self._keeper.keep_mount(self)
         self._keeper.keep_worker(self)
@@ -220,7 +213,7 @@ class Life:
     async def _bind(self, files_fd: int) -> bool:
         """Bind sealed files, whose descriptor is the mount's then; false when that can't be."""
         try:
-            self.mount = await trio.to_thread.run_sync(self._make_mount, partial(binding.bind, files_fd))
+            self.mount = await self._make_mount(partial(binding.bind, files_fd))
         except BaseException as error:
             os.close(files_fd)
             if not isinstance(error, StreamdError | OSError):
@@ -230,42 +223,11 @@ class Life:
         self.image.is_warm = True
         return True
 
-    def _make_mount(self, mount: Callable[[Mountpoint], _Mount]) -> _Mount:
-        """Mount on a directory of ours; in a thread. Raises: `StreamdError`, `OSError`.
+    async def _make_mount(self, mount: Callable[[Mountpoint], AnyMount]) -> AnyMount:
+        def say_where(mountpoint: str) -> None:
+            self.image.mountpoint = mountpoint
 
-        A mount of a former life may be there that its worker still serves: it goes if nobody uses it, else it is left
-        alone. It is not looked at, since it may hang.
-        """
-        base = self.image.mountpoint
-        for number in range(_MOUNTPOINTS_MAX):
-            mountpoint = f"{base}.{number}" if number else base
-            with SafeDirectory.open(Path(mountpoint).parent, make=True) as above, suppress(FileExistsError):
-                os.mkdir(os.path.basename(mountpoint), 0o700, dir_fd=above.fd)
-            with suppress(Refused, NotFound):
-                mounting.unmount(mountpoint)
-            if mountinfo.topmost(mountpoint) is None:
-                self.image.mountpoint = mountpoint
-                with mounting.check(mount_paths.resolve(mountpoint), server_lives=lambda _: False) as directory:
-                    return mount(directory)
-        raise Refused(f"{base} and all places beside it are used by workers of former lives")
-
-    @staticmethod
-    def _is_mounted(mount: FuseMount | BindMount) -> bool:
-        if isinstance(mount, BindMount):
-            return binding.is_there(mount)
-        return any(entry.device == mount.device for entry in mountinfo.read())
-
-    async def _first_request(self, device_fd: int) -> bytes:
-        """Read the kernel's INIT, which comes once."""
-        os.set_blocking(device_fd, False)
-        with trio.move_on_after(_INIT_S):
-            while True:
-                await trio.lowlevel.wait_readable(device_fd)
-                try:
-                    return os.read(device_fd, _INIT_BYTES)
-                except BlockingIOError:
-                    continue
-        raise StreamdError("the kernel says nothing on a new mount")
+        return await trio.to_thread.run_sync(make_mount, self.image.mountpoint, mount, say_where)
 
     def _assignment(self) -> Assignment:
         image = self.image
@@ -387,7 +349,7 @@ class Life:
         assert mount is not None
         while True:
             if not self.image.is_warm:
-                _have_sent_again(mount.fd)
+                have_sent_again(mount.fd)
             worker = self.worker = await self._new_worker()
             self._keeper.keep_worker(self)  # before it can read: the next supervisor must know of every reader
             init_fd = memfd_of(self.init)
@@ -464,7 +426,7 @@ class Life:
         assert mount is not None
         image.is_ending = True  # from before the kernel is asked: who asks for it meanwhile must not get what goes away
         try:
-            await trio.to_thread.run_sync(self._take_away, mount)
+            await trio.to_thread.run_sync(take_away, mount)
         except (StreamdError, OSError) as error:
             if not isinstance(error, Refused):  # opened in this moment, or a working directory
                 log.warning("an image that nobody uses can't be unmounted", image=image.id, reason=str(error))
@@ -476,12 +438,6 @@ class Life:
         if self.worker is not None:
             log.warning("a worker is killed whose mount is gone", image=image.id, pid=self.worker.pid)
             self.worker.signal(signal.SIGKILL)
-
-    @staticmethod
-    def _take_away(mount: FuseMount | BindMount) -> None:
-        ending = mounting.ending_connection(mount) if isinstance(mount, FuseMount) else nullcontext()
-        with ending, suppress(NotFound):  # somebody else has taken it away
-            mounting.unmount(mount.mountpoint, mount.device)
 
     async def abort(self) -> None:
         """End the connection, whoever waits for it; and an image that isn't mounted yet."""
@@ -534,18 +490,6 @@ class Life:
 def _bind_facts(bind: BindMount) -> tuple[int, tuple[int, int]]:
     """Give what a worker knows a bind by."""
     return bind.mount_id, bind.device
-
-
-def _have_sent_again(device_fd: int) -> None:
-    """Have the kernel give out again what a dead worker was asked. Raises: `WorkerLost`."""
-    try:
-        os.write(device_fd, _RESEND)
-    except OSError as error:
-        if error.errno in (errno.ENODEV, errno.ECONNABORTED, errno.EPERM):  # unmounted; aborted
-            raise WorkerLost("its connection has ended") from error
-        raise WorkerLost(
-            "its worker died, and this kernel can't give out again what it was asked (Linux 6.9)"
-        ) from error
 
 
 def _stood_still(scope: trio.CancelScope) -> bool:

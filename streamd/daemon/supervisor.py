@@ -7,6 +7,7 @@ When it ends while a manager keeps its descriptors, mounts and workers stay as t
 manager (in a terminal, in a container) it ends as `streamd mount` does: it waits for files to be closed, then aborts.
 """
 
+import gc
 import os
 import signal
 import time
@@ -404,7 +405,7 @@ def run_daemon(
     hardening.raise_descriptor_limit()
     hardening.lower_oom_score()
     hardening.dump_stacks_on_request()
-    allocator.give_back()  # what imports have used
+    allocator.limit_arenas()
     channel = NotifyChannel(environment.notify_socket)
     store = FdStore(channel, environment.received, capacity=facts.fd_store_max)
     keeper = FdKeeper(store, version=version())
@@ -426,6 +427,8 @@ async def _run(config: Config, supervisor: Supervisor, keeper: FdKeeper, store: 
             await nursery.start(partial(serve, listener, app, counts, limits=limits, allowed=Allowed()))
             nursery.start_soon(notifier.keep_alive)
             nursery.start_soon(_tell_status, supervisor, notifier)
+            gc.collect()
+            allocator.give_back()  # what imports have used
             notifier.ready(supervisor.summary())
             log.info("daemon serves", socket=str(api_socket_path(config.run_directory)), pid=os.getpid())
             await _end(signals, supervisor, keeper, notifier)
