@@ -1,6 +1,6 @@
 """Many images on one node at once: what the link gives in total, each image's share of it, and what faults wait.
 
-python -m bench.node [--counts 1 4 16] [--mib 512] [--rounds 3] [--output DIR]
+python -m bench.node [--counts 1 4 16] [--mib 512] [--rounds 3] [--fetch-max BYTES] [--output DIR]
 
 For each N: a daemon with an empty cache, asked at once for N images of `mib` / N MiB that can't be compressed, from one
 store at the end of a shaped link (800 Mbit/s, 15 ms), each read by 128 threads of its own as runsc reads (`slots.c`) as
@@ -72,8 +72,9 @@ class _Loaded:
 class Bench:
     """A store that has been filled, its link, and the compiled reader."""
 
-    def __init__(self, link: ShapedLink, directory: Path, *, mib: int, bit_per_s: int) -> None:
+    def __init__(self, link: ShapedLink, directory: Path, *, mib: int, bit_per_s: int, fetch_max: int) -> None:
         self._link = link
+        self._settings = f"[daemon]\nfetch_max_bytes_per_s = {fetch_max}"
         self._directory = directory
         self._mib = mib
         self._bit_per_s = bit_per_s
@@ -137,7 +138,7 @@ class Bench:
 
     @contextlib.contextmanager
     def _daemon(self) -> Iterator[Daemon]:
-        with Daemon(env={"STORAGE_EMULATOR_HOST": self._link.address}) as daemon:
+        with Daemon(self._settings, env={"STORAGE_EMULATOR_HOST": self._link.address}) as daemon:
             yield daemon
 
     def _image(self, daemon: Daemon, snapshot_id: str) -> ServedImage:
@@ -201,11 +202,14 @@ def main() -> None:
     parser.add_argument("--mib", type=int, default=512, help="of all images of a count together [%(default)s]")
     parser.add_argument("--rounds", type=int, default=3, help="[%(default)s]")
     parser.add_argument("--rate", type=parse_rate, default=_RATE, help="[%(default)s]")
+    parser.add_argument(
+        "--fetch-max", type=int, default=0, help="daemon.fetch_max_bytes_per_s [0: TCP shares the link]"
+    )
     parser.add_argument("--output", type=Path, help="where node.json and node.md go")
     arguments = parser.parse_args()
     rounds: dict[int, list[Round]] = {count: [] for count in arguments.counts}
     with tempfile.TemporaryDirectory(prefix="bench-node-") as place, ShapedLink(latency_s=_LATENCY_S) as link:
-        bench = Bench(link, Path(place), mib=arguments.mib, bit_per_s=arguments.rate)
+        bench = Bench(link, Path(place), mib=arguments.mib, bit_per_s=arguments.rate, fetch_max=arguments.fetch_max)
         bench.fill(arguments.counts)
         idle = bench.idle_faults()
         for number in range(arguments.rounds):
