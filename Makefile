@@ -1,6 +1,7 @@
 # Each target sets up what is missing first (./setup.sh; seconds when nothing is). Debian 12 or Ubuntu 24.04, as root.
 #
 #   make demo [STORE=gs]   the main job, shown: checkpoint, push, mount, restore while it loads, one table
+#   make demo-containerd   pods of a real containerd: saved at their own word (STORE=gs, or file), restored, one starts cold
 #   make test [ARGS=...]   all tests; ARGS go to pytest
 #   make stress            chaos and kill matrices, long
 #   make lint              format, lint, rooms, types
@@ -10,12 +11,12 @@
 
 SHELL := /bin/sh
 PYTHON_RUN := .venv/bin/python
-STORE ?= file
+STORE ?=
 ARGS ?=
 export RUNSC
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test stress lint bench lock clean
+.PHONY: help setup demo demo-containerd test stress lint bench lock clean
 
 help:
 	@sed -n 's/^#   //p' Makefile
@@ -24,14 +25,18 @@ setup:
 	@./setup.sh
 
 demo: setup
-	@RUNSC="$$(readlink -f .tools/runsc)" exec $(PYTHON_RUN) -m bench.demo --store $(STORE)
+	@RUNSC="$$(readlink -f .tools/runsc)" exec $(PYTHON_RUN) -m bench.demo --store $(or $(STORE),file)
+
+demo-containerd:
+	@./setup.sh test
+	@RUNSC="$$(readlink -f .tools/runsc)" exec $(PYTHON_RUN) -m bench.containerd_demo --store $(or $(STORE),gs)
 
 test:
 	@./setup.sh test
 	RUNSC="$$(readlink -f .tools/runsc)" $(PYTHON_RUN) -m pytest $(ARGS)
 
 stress: setup
-	RUNSC="$$(readlink -f .tools/runsc)" STREAMD_STRESS=full $(PYTHON_RUN) -m pytest tests/stress $(ARGS)
+	RUNSC="$$(readlink -f .tools/runsc)" STREAMD_STRESS=full $(PYTHON_RUN) -m pytest tests/stress tests/e2e/test_takeover_runsc.py $(ARGS)
 
 lint: setup
 	.venv/bin/ruff format --check .

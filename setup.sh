@@ -42,8 +42,9 @@ flock 9 # two `make` at a time: one sets up, the other waits
 
 PACKAGES="ca-certificates fuse3 gcc libc6-dev libfuse3-dev pkg-config"
 PYTHON_PACKAGES="python3 python3-dev python3-venv"
-# A network namespace for slow links, and a real systemd for the daemon's unit.
-TEST_PACKAGES="iproute2 systemd util-linux"
+# A network namespace for slow links, a real systemd for the daemon's unit, a real containerd (with ctr and runc's shim)
+# and what makes images for it.
+TEST_PACKAGES="containerd iproute2 runc systemd umoci util-linux"
 BENCH_PACKAGES="curl fio iproute2 rclone util-linux zstd"
 
 installed() { # all of the named packages are
@@ -118,6 +119,11 @@ if [ "$(cat .venv/made-from 2>/dev/null)" != "$key" ] || ! [ -x .venv/bin/stream
     rm -f .venv/made-from
     make_environment
     echo "$key" >.venv/made-from
+fi
+
+# The OCI runtime that stands before runsc is C; it finds its Python part where that is now.
+if ! [ .venv/bin/streamd-runsc -nt agent/wrapper/front.c ] || ! [ .venv/bin/streamd-runsc -nt .venv/made-from ]; then
+    .venv/bin/python -m agent.wrapper.building .venv/bin/streamd-runsc || die "streamd-runsc could not be built (above)"
 fi
 
 # --- runsc ---

@@ -4,6 +4,7 @@ As `streamd.cli`: a command's module is imported when it is called; exit codes, 
 exactly one object on stdout, `{"error": {"kind", "message", "exit_code"}}` when it failed.
 """
 
+import difflib
 import importlib
 import json
 import sys
@@ -16,7 +17,17 @@ from agent.interrupts import Interrupts
 from streamd.errors import Exit, StreamdError
 
 # Name → (module, what `snapagent --help` says of it).
-COMMANDS = {"harvest": ("harvest", "Restore a snapshot once, unseen, to learn what its restores wait for.")}
+COMMANDS = {
+    "hash": ("hash", "Print the hash that pods have to share to be restored from each other's snapshots."),
+    "explain": ("explain", "Say whether a pod would be restored from a snapshot, and what decides."),
+    "preflight": ("preflight", "Say which snapshots a change of manifests orphans, and why."),
+    "daemon": ("daemon", "Decide when pods of this node are saved and restored, and do it."),
+    "status": ("status", "Show what the agent of this node knows and does."),
+    "snapshot": ("snapshot", "Save a pod of this node now."),
+    "ls": ("ls", "List the snapshots that the agent keeps, and what has become of each."),
+    "rm": ("rm", "Remove a snapshot: its object and its data."),
+    "harvest": ("harvest", "Restore a snapshot once, unseen, to learn what its restores wait for."),
+}
 
 
 class _Commands(click.Group):
@@ -32,6 +43,15 @@ class _Commands(click.Group):
         assert isinstance(command, click.Command)
         return command
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if near:
+                ctx.fail(f"No such command {args[0]!r}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
+
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):
             formatter.write_dl([(name, text) for name, (_, text) in COMMANDS.items()])
@@ -41,6 +61,9 @@ class _Commands(click.Group):
 @click.version_option(package_name="podsnap", prog_name="snapagent")
 def cli() -> None:
     """Save and restore gVisor sandboxes on this node.
+
+    On a node: daemon (its help has an example from end to end), status, snapshot, ls, rm, harvest. For manifests,
+    and in CI: hash, explain, preflight.
 
     \b
     Exit codes: 0 done, 1 failed, 2 usage, 3 not found, 4 damaged, 5 not permitted,
@@ -65,7 +88,7 @@ def run(arguments: Sequence[str], interrupts: Interrupts) -> Exit:
     except (KeyboardInterrupt, click.Abort):
         code = Exit.TERMINATED if interrupts.terminated else Exit.INTERRUPTED
         return _failed("interrupted", "interrupted; nothing is left behind", code, as_json=as_json)
-    # click gives the code of `--help` and the like back; a command of ours gives nothing.
+    # click gives the code of `--help` and the like back, a command of ours what it ends with, or nothing.
     return Exit(result) if isinstance(result, int) else Exit.DONE
 
 

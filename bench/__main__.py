@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-BENCHMARKS = ("push", "serving", "range_reads", "chunk_size", "node", "race")
+BENCHMARKS = ("push", "serving", "range_reads", "chunk_size", "node", "matching", "wrapper", "race")
 RESULTS = Path(__file__).parent / "results"
 
 

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import numpy as np
 
+from streamd.snapshot.manifest import ChunkTable, Codec, GvisorInfo, ImageFile, Manifest, MemoryFile, PageRange
+
 PAGE = 4096
 BLOCK = 256 * 1024
 
@@ -50,6 +52,34 @@ def make_image(
             else:
                 file.write(block[:length])
         file.truncate(pages_bytes)
+
+
+def zeros_manifest(snapshot_id: str, chunks: int, *, pages: int = 1) -> Manifest:
+    """Give a manifest of zero chunks, each of so many pages: stored it is some KB, however many they are."""
+    chunk_bytes = pages * PAGE
+    column = np.zeros(chunks, np.uint32)
+    memory = (PageRange(0, (chunks - 2) * chunk_bytes, 0),)
+    return Manifest(
+        snapshot_id=snapshot_id,
+        push_id="p",
+        created_s=1764500000.0,
+        chunk_bytes=chunk_bytes,
+        files=(
+            ImageFile("checkpoint.img", chunk_bytes, 0, 1),
+            ImageFile("pages_meta.img", chunk_bytes, 1, 1),
+            ImageFile("pages.img", (chunks - 2) * chunk_bytes, 2, chunks - 2),
+        ),
+        packs=(),
+        table=ChunkTable(
+            length=np.full(chunks, chunk_bytes, np.uint32),
+            codec=np.full(chunks, Codec.ZERO, np.uint8),
+            pack=column,
+            offset=column,
+            frame_bytes=column,
+            digest=np.zeros((chunks, 16), np.uint8),
+        ),
+        gvisor=GvisorInfo(RUNSC_VERSION, "none", CONTAINER_NAMES, (MemoryFile(False, memory),)),
+    )
 
 
 def expected(offset: int, length: int, *, seed: int = 0, zero: float = 0.2, compressible: float = 0.4) -> bytes:

@@ -5,6 +5,7 @@ nothing of ours that is heavy. Every way to end is decided here: exit code, mess
 one object on stdout, `{"error": {"kind", "message", "exit_code", …}}` when it failed.
 """
 
+import difflib
 import importlib
 import signal
 import sys
@@ -56,6 +57,15 @@ class _Commands(click.Group):
         command = importlib.import_module(f"streamd.commands.{COMMANDS[cmd_name][0]}").command
         assert isinstance(command, click.Command)
         return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args and not args[0].startswith("-") and args[0] not in COMMANDS:
+            near = difflib.get_close_matches(args[0], COMMANDS, n=1)
+            if near:
+                ctx.fail(f"No such command {args[0]!r}: did you mean {near[0]}?")
+        return super().resolve_command(ctx, args)
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         with formatter.section("Commands"):

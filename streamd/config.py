@@ -164,6 +164,15 @@ def parse_size(text: str, *, whole_bytes: Callable[[], int] | None = None) -> in
     raise ValueError(f"{text!r} is not a size{share}: give bytes or a unit, such as 512MiB, 10GiB, 100MB")
 
 
+def size_text(size: float) -> str:
+    """Write bytes for people: `1.5 GiB`."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1024:
+            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} TiB"
+
+
 def parse_duration(text: str) -> float:
     """Read a duration such as `500ms`, `60s`, `24h` or `10` in seconds.
 

@@ -10,6 +10,10 @@ each by the descriptor of the one before, and on the way it is made sure that no
 - a symlink on the way is followed when it is root's or ours, as links of the administrator's are.
 - the directory itself is ours, and nobody else's to write.
 
+A file that we believe what it says (a token), or run, but that needn't lie in a directory of ours, is reached the same
+way (`open_trusted`, `stat_trusted`), and stricter: no group's members are let in, since what they can move into its
+place may be another file of root's.
+
 From then on its descriptor is what counts, not its path; a name in it is one component, and never followed. Paths of
 several components are resolved by openat2(2) with RESOLVE_BENEATH, where the kernel has it (Linux 5.6, and a sandbox
 that lets it through), else step by step.
@@ -128,6 +132,42 @@ def walk_beneath(directory_fd: int, path: str, flags: int, mode: int = 0o600) ->
         os.close(fd)
 
 
+class NotAFile(OSError):
+    """What has a file's name is a link, a directory, a FIFO, a socket or a device: somebody put it there."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__(errno.EINVAL, "is not a regular file", name)
+
+
+def open_regular(directory_fd: int, name: str, flags: int, mode: int = 0o600) -> int:
+    """Open a file by its name in a directory that is held open; `flags` as open(2)'s, `mode` for one that is made.
+
+    Nothing is followed, and no other end of a FIFO waited for: whoever owns the directory may put anything there.
+    Raises: `NotAFile`; other `OSError`s.
+    """
+    flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+    try:
+        fd = os.open(_checked(name), flags, mode, dir_fd=directory_fd)
+    except OSError as error:
+        # A link; a directory; a socket, or a FIFO that nobody reads; a device without a driver.
+        if error.errno in (errno.ELOOP, errno.EISDIR, errno.ENXIO, errno.ENODEV):
+            raise NotAFile(name) from error
+        raise
+    try:
+        if not stat.S_ISREG(os.fstat(fd).st_mode):
+            raise NotAFile(name)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def read_regular(directory_fd: int, name: str, max_bytes: int) -> bytes:
+    """Read a file's first `max_bytes` at most. Raises: as `open_regular`."""
+    with os.fdopen(open_regular(directory_fd, name, os.O_RDONLY), "rb") as file:
+        return file.read(max_bytes)
+
+
 def _openat2(directory_fd: int, path: str, flags: int, mode: int) -> tuple[int, int]:
     """Make the system call; give the descriptor, or -1 and the error's number."""
     encoded = os.fsencode(path)
@@ -157,6 +197,50 @@ def _has_openat2() -> bool:
     return fd >= 0
 
 
+def open_trusted(path: str) -> int:
+    """Open a file to read, to which nobody but root and we can lead; no symlink itself, and no FIFO is waited for.
+
+    What the file itself is, and whose, is not looked at. Raises: `UnsafePath`; `OSError`.
+    """
+    directory, name = os.path.split(path)
+    directory_fd = _open_way(directory)
+    try:
+        return os.open(
+            name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC, dir_fd=directory_fd
+        )
+    finally:
+        os.close(directory_fd)
+
+
+def stat_trusted(path: str) -> os.stat_result:
+    """Describe what a path leads to, by symlinks, too, if nobody but root and we can change that.
+
+    Raises: `UnsafePath`; `OSError`.
+    """
+    for _ in range(_MAX_SYMLINKS):
+        directory, name = os.path.split(path)
+        directory_fd = _open_way(directory)
+        try:
+            info = os.stat(name, dir_fd=directory_fd, follow_symlinks=False)
+            if not stat.S_ISLNK(info.st_mode):
+                return info
+            _check_on_the_way(info, path)
+            path = os.path.join(directory, os.readlink(name, dir_fd=directory_fd))
+        finally:
+            os.close(directory_fd)
+    raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+
+
+def _open_way(directory: str) -> int:
+    fd = _walk(directory, make=False, may_group=False)
+    try:
+        _check_on_the_way(os.fstat(fd), directory, may_group=False)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
 class SafeDirectory:
     """A directory of ours, open; close it, or enter it with `with`. `path` is for messages, and for whom must have one:
     it leads here for as long as nobody but root and we change what is above.
@@ -177,13 +261,12 @@ class SafeDirectory:
         Raises: `UnsafePath`; `FileNotFoundError`, `NotADirectoryError`, other `OSError`s.
         """
         path = path.absolute()
-        fd = _walk(os.fspath(path), make=make)
+        found_fd = _walk(os.fspath(path), make=make)
         try:
-            _check_own(os.fstat(fd), os.fspath(path))
-        except BaseException:
-            os.close(fd)
-            raise
-        return cls(path, fd)
+            _check_own(os.fstat(found_fd), os.fspath(path))
+            return cls(path, os.open(".", _DIRECTORY, dir_fd=found_fd))
+        finally:
+            os.close(found_fd)
 
     def __enter__(self) -> "SafeDirectory":
         return self
@@ -262,16 +345,25 @@ def _check_own(info: os.stat_result, path: str) -> None:
         raise UnsafePath(path, f"must be writable by nobody else; its mode is {mode:04o}")
 
 
-def _check_on_the_way(info: os.stat_result, path: str) -> None:
+def _check_on_the_way(info: os.stat_result, path: str, *, may_group: bool = True) -> None:
     if info.st_uid not in (0, _us()):
         raise UnsafePath(path, f"must belong to root or this user; it belongs to uid {info.st_uid}")
-    if not stat.S_ISLNK(info.st_mode) and info.st_mode & stat.S_IWOTH and not info.st_mode & stat.S_ISVTX:
-        mode = stat.S_IMODE(info.st_mode)
+    if stat.S_ISLNK(info.st_mode) or info.st_mode & stat.S_ISVTX:
+        return
+    mode = stat.S_IMODE(info.st_mode)
+    if mode & stat.S_IWOTH:
         raise UnsafePath(path, f"is writable by everybody, who could put something else in its place; mode {mode:04o}")
+    if mode & stat.S_IWGRP and not may_group and info.st_gid:
+        raise UnsafePath(
+            path, f"is writable by group {info.st_gid}, which could put something else in its place; mode {mode:04o}"
+        )
 
 
-def _walk(path: str, *, make: bool) -> int:
-    """Open a directory, following symlinks that may be trusted, and looking at all that is on the way."""
+def _walk(path: str, *, make: bool, may_group: bool = True) -> int:
+    """Open a directory (O_PATH), following symlinks that may be trusted, and looking at all that is on the way.
+
+    `may_group`: directories that a group may write in are trusted, too.
+    """
     left = deque(_parts(path))
     links = 0
     fd = os.open("/", _DIRECTORY)
@@ -279,7 +371,7 @@ def _walk(path: str, *, make: bool) -> int:
     below = -1
     try:
         while left:
-            _check_on_the_way(os.fstat(fd), at)
+            _check_on_the_way(os.fstat(fd), at, may_group=may_group)
             name = left.popleft()
             here = os.path.normpath(os.path.join(at, name))
             below = _open_step(name, fd, path, make=make)
@@ -300,11 +392,12 @@ def _walk(path: str, *, make: bool) -> int:
                 raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), here)
             os.close(fd)
             fd, below, at = below, -1, here
-        return os.open(".", _DIRECTORY, dir_fd=fd)
-    finally:
+    except BaseException:
         os.close(fd)
         if below >= 0:
             os.close(below)
+        raise
+    return fd
 
 
 def _open_step(name: str, directory_fd: int, path: str, *, make: bool) -> int:

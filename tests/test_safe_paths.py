@@ -14,7 +14,15 @@ import pytest
 
 from streamd import safe_paths
 from streamd.errors import NotPermitted
-from streamd.safe_paths import SafeDirectory, UnsafePath, acting_as, open_beneath, walk_beneath
+from streamd.safe_paths import (
+    SafeDirectory,
+    UnsafePath,
+    acting_as,
+    open_beneath,
+    open_trusted,
+    stat_trusted,
+    walk_beneath,
+)
 
 NOBODY = 65534
 
@@ -353,6 +361,60 @@ def test_a_component_that_is_swapped_all_the_time_never_leads_out(
         is_over.set()
         thread.join()
     assert is_untouched(outside)
+
+
+# Files that are believed, or run, wherever they are
+
+
+@pytest.fixture(params=["read", "run"])
+def reach(request: pytest.FixtureRequest) -> Callable[[str], object]:
+    """Each way to such a file."""
+    return stat_trusted if request.param == "run" else lambda path: os.close(open_trusted(path))
+
+
+@pytest.mark.parametrize("level", [0, 1])
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "said"),
+    [
+        (0, 0, 0o777, "writable by everybody"),
+        (0, NOBODY, 0o770, f"writable by group {NOBODY}"),
+        (NOBODY, NOBODY, 0o755, "must belong to root or this user"),
+        (0, 0, 0o1777, None),
+        (0, NOBODY, 0o1770, None),
+        (0, 0, 0o775, None),
+        (0, NOBODY, 0o755, None),
+    ],
+)
+def test_a_file_is_trusted_only_if_nobody_else_can_put_another_in_the_place_of_it_or_of_its_directories(
+    place: Path, reach: Callable[[str], object], level: int, owner: int, group: int, mode: int, said: str | None
+) -> None:
+    path = place / "0" / "1" / "file"
+    path.parent.mkdir(parents=True, mode=0o755)
+    path.touch(mode=0o600)
+    changed = path.parents[level]
+    os.chown(changed, owner, group)
+    changed.chmod(mode)
+    with pytest.raises(UnsafePath, match=said) if said else contextlib.nullcontext():
+        reach(str(path))
+
+
+def test_a_trusted_file_is_reached_by_links_of_ours_only_and_run_by_one_but_not_read(place: Path, sticky: Path) -> None:
+    (place / "real").mkdir()
+    (place / "real" / "file").touch(mode=0o600)
+    (place / "link").symlink_to("real")
+    (place / "name").symlink_to("link/../link/file")
+    (place / "loop").symlink_to("loop")
+    os.close(open_trusted(str(place / "link" / "file")))
+    assert stat_trusted(str(place / "name")).st_ino == (place / "real" / "file").stat().st_ino
+    with pytest.raises(OSError, match="symbolic"):
+        open_trusted(str(place / "name"))
+    with pytest.raises(OSError, match="symbolic"):
+        stat_trusted(str(place / "loop"))
+    planted = sticky / "planted"
+    assert as_nobody(lambda: planted.symlink_to(place / "real"))
+    for path in (str(planted / "file"), str(planted)):
+        with pytest.raises(UnsafePath, match="must belong to root or this user"):
+            stat_trusted(path)
 
 
 def test_no_descriptor_is_left(place: Path, sticky: Path) -> None:

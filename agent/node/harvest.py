@@ -144,7 +144,7 @@ def _read_spec(bundle: Path) -> dict[str, object]:
 def _learned(request: HarvestRequest, *, check: bool) -> Trace | None:
     """Look up what is learned so far; with `check`, whether the snapshot can be restored here at all."""
     store_url, snapshot_id = split_snapshot_url(request.snapshot_url)
-    store = retrying(open_store(store_url), deadline_s=request.store_timeout_s)
+    store = retrying(open_store(store_url, is_used=True), deadline_s=request.store_timeout_s)
     try:
         pinned = open_snapshot(store, snapshot_id)
         gvisor = pinned.manifest.gvisor

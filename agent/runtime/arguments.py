@@ -38,6 +38,18 @@ class GlobalOptions:
     extra: tuple[str, ...] = ()
 
 
+@dataclass(frozen=True, slots=True)
+class GpuTool:
+    """NVIDIA's `cuda-checkpoint`, by its path inside the container; `sequential`: one process after another.
+
+    gVisor runs it in the sandbox, before and after the save, for each process that has a GPU open, and does not bound
+    its time (gVisor pkg/sentry/control/state_cuda.go). The image keeps both values: a restore needs no flags.
+    """
+
+    path: str
+    sequential: bool = False
+
+
 def global_flags(options: GlobalOptions) -> list[str]:
     """Give the flags that precede the verb."""
     flags = [f"--root={options.root}", f"--network={options.network}"]
@@ -71,9 +83,19 @@ def run(container_id: str, bundle: Path, *, detach: bool) -> list[str]:
 
 
 def checkpoint(
-    container_id: str, image_dir: Path, *, leave_running: bool, exclude_committed_zero_pages: bool, direct: bool
+    container_id: str,
+    image_dir: Path,
+    *,
+    leave_running: bool,
+    exclude_committed_zero_pages: bool,
+    direct: bool,
+    gpu_tool: GpuTool | None = None,
 ) -> list[str]:
     """Save uncompressed, always: only that is written as pages.img, which can be restored in the background."""
+    tool = []
+    if gpu_tool is not None:
+        sequential = _boolean(gpu_tool.sequential)
+        tool = [f"--cuda-checkpoint-path={gpu_tool.path}", f"--cuda-checkpoint-sequential={sequential}"]
     return [
         "checkpoint",
         f"--image-path={image_dir}",
@@ -81,6 +103,7 @@ def checkpoint(
         f"--leave-running={_boolean(leave_running)}",
         f"--exclude-committed-zero-pages={_boolean(exclude_committed_zero_pages)}",
         f"--direct={_boolean(direct)}",
+        *tool,
         container_id,
     ]
 
@@ -152,6 +175,15 @@ def help_for(verb: str) -> list[str]:
 
 def cpu_features() -> list[str]:
     return ["cpu-features"]
+
+
+def print_state_file(path: Path) -> list[str]:
+    """Print the object graph of a checkpoint.img, which fails unless the graph is whole."""
+    return ["statefile", f"{path}"]
+
+
+def supported_gpu_drivers() -> list[str]:
+    return ["nvproxy", "list-supported-drivers"]
 
 
 def _boolean(value: bool) -> str:

@@ -20,6 +20,7 @@ import ctypes
 import json
 import os
 import re
+import select
 import shutil
 import signal
 import subprocess
@@ -32,7 +33,7 @@ from typing import Self
 
 from agent.errors import AgentError
 from agent.runtime import arguments
-from agent.runtime.arguments import GlobalOptions
+from agent.runtime.arguments import GlobalOptions, GpuTool
 from agent.runtime.calling import (
     NO_STDIO,
     Done,
@@ -52,6 +53,7 @@ __all__ = [
     "Runsc",
     "RunscError",
     "RunscTimeout",
+    "Saving",
     "Stdio",
     "Waiter",
 ]
@@ -63,6 +65,7 @@ _CHANGE_S = 120.0
 _SAVE_S = 900.0
 # How long an interrupted caller waits for a runsc command that is in the middle of a change.
 _SETTLE_S = 10.0
+_AGAIN_S = 0.1
 _MNT_DETACH = 2
 
 _CONTAINER_ID = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,254}")
@@ -111,6 +114,21 @@ class Runsc:
         said = self._call("cpu-features", arguments.cpu_features(), timeout_s=_QUICK_S).stdout.decode()
         return frozenset(name.strip() for name in said.replace("\n", ",").split(",") if name.strip())
 
+    def supported_gpu_drivers(self) -> frozenset[str]:
+        """Give the versions of NVIDIA's driver that this runsc knows; with any other a GPU can't be used in it."""
+        said = self._call("nvproxy", arguments.supported_gpu_drivers(), timeout_s=_QUICK_S).stdout.decode()
+        return frozenset(re.findall(r"\b\d{3,}\.\d+(?:\.\d+)?\b", said))
+
+    def has_whole_state(self, checkpoint_img: Path, *, timeout_s: float = _CHANGE_S) -> bool:
+        """Say whether the object graph in a checkpoint.img is whole; reading it needs no sandbox.
+
+        Its length stands nowhere, so a cut one shows only so.
+        """
+        vector = arguments.print_state_file(checkpoint_img)
+        with open(os.devnull, "wb") as nowhere:
+            stdio = Stdio(stdout=nowhere.fileno(), stderr=nowhere.fileno())
+            return not self._call("statefile", vector, stdio=stdio, timeout_s=timeout_s, check=False).returncode
+
     # The life of a container
 
     def create(self, container_id: str, bundle: Path, stdio: Stdio = NO_STDIO, *, timeout_s: float = _CHANGE_S) -> None:
@@ -144,6 +162,26 @@ class Runsc:
 
         Without `leave_running` the sandbox is killed even when the save fails. Nothing is synced to disk.
         """
+        call = self.begin_checkpoint(
+            container_id,
+            image_dir,
+            leave_running=leave_running,
+            exclude_committed_zero_pages=exclude_committed_zero_pages,
+            direct=direct,
+        )
+        call.result(timeout_s=timeout_s)
+
+    def begin_checkpoint(
+        self,
+        container_id: str,
+        image_dir: Path,
+        *,
+        leave_running: bool = True,
+        exclude_committed_zero_pages: bool = True,
+        direct: bool = False,
+        gpu_tool: GpuTool | None = None,
+    ) -> "Saving":
+        """Begin a save as `checkpoint`, whose end the caller waits for."""
         self._require("checkpoint", container_id)
         vector = arguments.checkpoint(
             container_id,
@@ -151,8 +189,9 @@ class Runsc:
             leave_running=leave_running,
             exclude_committed_zero_pages=exclude_committed_zero_pages,
             direct=direct,
+            gpu_tool=gpu_tool,
         )
-        self._call("checkpoint", vector, container_id, timeout_s=timeout_s)
+        return Saving(self._start("checkpoint", vector, container_id))
 
     def restore(
         self,
@@ -224,6 +263,44 @@ class Runsc:
         vector = arguments.kill(container_id, signal_name, everything=everything)
         self._call("kill", vector, container_id, timeout_s=timeout_s)
 
+    def end_sandbox(self, container_id: str, *, timeout_s: float = _CHANGE_S) -> None:
+        """Kill the process of the container's sandbox, paused or not, and wait for its end; one that ended is fine.
+
+        `runsc kill` refuses a paused container, and a resumed one would run on for a moment. runsc's records stay for
+        whoever made the container: its shim sees the process end.
+        Raises: RunscTimeout when the process waits for a read of its image, so that it can't end yet; it never runs on.
+        """
+        with self._sandbox_process(container_id) as pidfd:
+            if pidfd is None:
+                return
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+            if not _has_ended(pidfd, within_s=timeout_s):
+                raise RunscTimeout("kill", container_id, -1, [f"its sandbox did not end in {timeout_s:g} s"])
+
+    def ends_within(self, container_id: str, *, timeout_s: float) -> bool:
+        """Wait for the end of the process of the container's sandbox, and say whether it came."""
+        with self._sandbox_process(container_id) as pidfd:
+            return pidfd is None or _has_ended(pidfd, within_s=timeout_s)
+
+    @contextlib.contextmanager
+    def _sandbox_process(self, container_id: str) -> Iterator[int | None]:
+        """Give a descriptor of the sandbox's process; None when it has ended."""
+        found = self._require("kill", container_id)
+        if found.status == "stopped" or not found.pid:
+            yield None
+            return
+        try:
+            pidfd = os.pidfd_open(found.pid)
+        except ProcessLookupError:
+            yield None
+            return
+        try:
+            # The number may have become another process's before it was opened; after that it can't.
+            yield pidfd if self._require("kill", container_id).pid == found.pid else None
+        finally:
+            os.close(pidfd)
+
     def delete(self, container_id: str, *, force: bool = False, timeout_s: float = _CHANGE_S) -> None:
         """Remove a stopped container; with `force`, stop it first, and a container that isn't there is no error."""
         try:
@@ -233,13 +310,19 @@ class Runsc:
                 return
             raise
         vector = arguments.delete(container_id, force=force)
-        try:
-            self._call("delete", vector, container_id, timeout_s=timeout_s)
-        except RunscError:
-            # The sandbox may be ending by itself: runsc still sees its process, and can't talk to it any more.
-            if not force or not found.pid or not _ends(found.pid, within_s=_SETTLE_S):
-                raise
-            self._call("delete", vector, container_id, timeout_s=timeout_s)
+        until_s = time.monotonic() + _SETTLE_S
+        while True:
+            try:
+                self._call("delete", vector, container_id, timeout_s=timeout_s)
+            except RunscError:
+                # The sandbox may be ending by itself: runsc still sees its process, and can't talk to it any more. Of a
+                # further container that has ended, it doesn't tell that process.
+                is_late = time.monotonic() > until_s
+                if not force or is_late or (found.pid and not _ends(found.pid, within_s=_SETTLE_S)):
+                    raise
+                time.sleep(_AGAIN_S)
+            else:
+                return
 
     def exec(
         self,
@@ -375,6 +458,30 @@ class Runsc:
         return start_call(self.binary, self.options, verb, vector, container_id, stdio=stdio)
 
 
+class Saving:
+    """A `runsc checkpoint` under way. Without its process the save goes on inside the sandbox, to its end."""
+
+    def __init__(self, call: RunningCall) -> None:
+        self._call = call
+
+    def result(self, *, timeout_s: float) -> None:
+        """Wait for the end of the save; once. Raises: RunscError, RunscTimeout."""
+        try:
+            done = self._call.finish(timeout_s=timeout_s)
+        finally:
+            self._call.end()
+        if done.returncode:
+            raise RunscError("checkpoint", self._call.container_id, done.returncode, done.messages)
+
+    def abandon(self) -> None:
+        """Kill the process, from any thread, so that `result` ends."""
+        self._call.process.kill()
+
+    def close(self) -> None:
+        """Let go of the process, when nobody waits for it any more; twice is once."""
+        self._call.end()
+
+
 class Waiter:
     """Waits for a container's process from the moment on that it was made; a context manager."""
 
@@ -399,6 +506,12 @@ class Waiter:
         if done.returncode:
             raise RunscError("wait", self._container_id, done.returncode, done.messages)
         return int(parsed_object("wait", self._container_id, done.stdout)["exitStatus"])
+
+
+def _has_ended(pidfd: int, *, within_s: float) -> bool:
+    poll = select.poll()  # a descriptor above 1023 is too much for select
+    poll.register(pidfd, select.POLLIN)
+    return bool(poll.poll(within_s * 1000))
 
 
 def _ends(pid: int, *, within_s: float) -> bool:

@@ -1,5 +1,7 @@
 """`streamd cache`: the images that this node keeps."""
 
+import os
+import re
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,8 +11,12 @@ from pathlib import Path
 import click
 
 from streamd.commands.invocation import F, Invocation, json_option
-from streamd.commands.output import age_text, print_json, print_table, printable, size_text
+from streamd.commands.output import age_text, print_json, print_table, printable
+from streamd.config import size_text
 from streamd.errors import Damaged, NotFound, NotPermitted, Refused
+
+# What people type, as of an image's id (`image.py`).
+_BEGINNING = re.compile(r"[0-9a-f]{4,63}", re.ASCII)
 
 
 def _cache_dir_option(function: F) -> F:
@@ -46,9 +52,29 @@ def _by_permission(invocation: Invocation, directory: Path) -> Iterator[None]:
         with as_owner(directory, invocation.config()):
             yield
     except (CacheUnusable, PermissionError) as error:
-        if isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError):
+        refused = isinstance(error, PermissionError) or isinstance(error.__cause__, PermissionError)
+        if refused or _is_anothers(directory):
             raise NotPermitted(f"{error}; run it with sudo") from error
         raise
+
+
+def _is_anothers(directory: Path) -> bool:
+    try:
+        return os.geteuid() not in (0, directory.stat().st_uid)
+    except OSError:
+        return False
+
+
+def _full_key(directory: Path, given: str) -> str:
+    """Give the one key that `given` begins, else `given` itself. Raises: `Refused` when it begins several."""
+    from streamd.serve.cache_directory import list_images
+
+    if not _BEGINNING.fullmatch(given):
+        return given
+    found = [image.key for image in list_images(directory) if image.key.startswith(given)]
+    if len(found) > 1:
+        raise Refused(f"{given} begins the names of {len(found)} images: {', '.join(sorted(found))}")
+    return found[0] if found else given
 
 
 @command.command("ls")
@@ -93,6 +119,7 @@ def _clear(invocation: Invocation, cache_dir: Path | None, key: str | None, as_j
 
     directory = _directory(invocation, cache_dir)
     with _by_permission(invocation, directory):
+        key = None if key is None else _full_key(directory, key)
         removed, left = clear_images(directory, key)
     if key is not None and not removed:
         if left and left[0].is_pinned:
@@ -129,6 +156,7 @@ def _pin(invocation: Invocation, key: str, cache_dir: Path | None, as_json: bool
 
     directory = _directory(invocation, cache_dir)
     with _by_permission(invocation, directory):
+        key = _full_key(directory, key)
         pin_image(directory, key)
     if as_json:
         print_json({"key": key, "is_pinned": True})
@@ -145,6 +173,7 @@ def _unpin(invocation: Invocation, key: str, cache_dir: Path | None, as_json: bo
 
     directory = _directory(invocation, cache_dir)
     with _by_permission(invocation, directory):
+        key = _full_key(directory, key)
         unpin_image(directory, key)
     if as_json:
         print_json({"key": key, "is_pinned": False})

@@ -24,7 +24,8 @@ def command(invocation: Invocation, no_hardening: bool) -> None:
     Clients ask over RUN_DIRECTORY/api.sock (docs/operating.md): one mount and one fetch for a snapshot, however many
     pods restore it. A worker process serves each image; one that dies or hangs is replaced within a second, and
     readers notice a pause. Under systemd (systemd/streamd.service) mounts also outlive a restart or an upgrade of this
-    process; in a terminal, Ctrl-C waits for open files, and a second one fails their reads.
+    process. Without it, as in a terminal, mounts end with this process: Ctrl-C or SIGTERM waits for open files for
+    policy.umount_wait_s (10 s), then, or at the second one, their reads fail and sandboxes that load are lost.
 
     \b
     Example:

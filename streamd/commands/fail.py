@@ -24,13 +24,25 @@ def command(invocation: Invocation, mountpoint: str, handle: int | None, contain
     Example:
       streamd fail /mnt/web-1 --container web
     """
-    from streamd.daemon.control_client import MountClient
+    from streamd.daemon.client import DaemonClient
+    from streamd.daemon.control_client import MountClient, NoServer
+    from streamd.errors import Refused
     from streamd.fuse import mount_paths
 
     if handle is not None and container is not None:
         raise click.UsageError("give --handle or --container, not both")
-    client = MountClient(invocation.config().run_directory, mount_paths.resolve(mountpoint))
-    failed = client.fail(handle=handle, container=container)
+    run_directory = invocation.config().run_directory
+    client = MountClient(run_directory, mount_paths.resolve(mountpoint))
+    try:
+        failed = client.fail(handle=handle, container=container)
+    except NoServer:
+        image = DaemonClient(run_directory).image_at(client.mountpoint)
+        if image is None:
+            raise
+        raise Refused(
+            f"{client.mountpoint} is the daemon's image {image.get('id')}: fail its reads with"
+            f" `streamd image fail {image.get('id')}`"
+        ) from None
     if as_json:
         print_json({"mountpoint": client.mountpoint, "failed_handles": failed})
     else:

@@ -5,7 +5,8 @@ from dataclasses import asdict
 import click
 
 from streamd.commands.invocation import duration, json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, printable, size_text
+from streamd.commands.output import print_json, printable
+from streamd.config import size_text
 
 
 @click.command("gc")
@@ -24,7 +25,7 @@ from streamd.commands.output import print_json, printable, size_text
 def command(store_url: str, grace_s: float, store_timeout_s: float, as_json: bool) -> None:
     """Remove what interrupted pushes and removed snapshots left in a store, and nothing else.
 
-    It may run at any time, beside pushes and restores, from anywhere; run it once a day.
+    It may run at any time, beside pushes and restores, from anywhere; run it once a day where no snapagent does.
 
     \b
     Example:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 import click
 
-from streamd.commands.image_facts import LIST_HEADER, facts_of, list_row
+from streamd.commands.image_facts import LIST_HEADER, SERVES, facts_of, list_row
 from streamd.commands.invocation import Invocation, duration, json_option
 from streamd.commands.output import flat_facts, print_facts, print_json, print_table, printable
 from streamd.config import Prefetch
@@ -21,6 +21,7 @@ from streamd.errors import NotFound, Refused, StreamdError
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 # What people type, or copy from a table that has no room for more.
 _BEGINNING = re.compile(r"[0-9a-f]{4,31}", re.ASCII)
+_TENANT = re.compile(r"[\x21-\x7e]{0,128}", re.ASCII)  # `daemon/api/models.py`
 # The daemon waits no longer in one question.
 _ONE_WAIT_S = 60.0
 
@@ -43,6 +44,16 @@ class LeaseEnded(StreamdError):
     kind = "lease-ended"
 
 
+def _tenant(_context: click.Context, parameter: click.Parameter, value: str) -> str:
+    """Read a tenant's name as the daemon takes it (a click callback)."""
+    if not _TENANT.fullmatch(value):
+        raise click.BadParameter(
+            "a tenant's name has at most 128 letters, digits and punctuation of ASCII, and no white space",
+            param=parameter,
+        )
+    return value
+
+
 @click.group("image")
 def command() -> None:
     """Ask the daemon of this node for images, list them and end them.
@@ -59,7 +70,7 @@ def command() -> None:
 
 @command.command("request")
 @click.argument("snapshot_url", metavar="SNAPSHOT_URL")
-@click.option("--tenant", default="", help="Whose it is; tenants share no image and no cached bytes.")
+@click.option("--tenant", default="", callback=_tenant, help="Whose it is; tenants share no image and no cached bytes.")
 @click.option(
     "--prefetch",
     type=click.Choice([mode.value for mode in Prefetch]),
@@ -110,11 +121,14 @@ def _request(
     """
     if hold and not wait:
         raise click.UsageError("give --hold or --no-wait, not both")
-    client = _client(invocation)
-    image = client.request_image(
-        snapshot_url, tenant=tenant, credentials=_credentials(token_file, token_command), prefetch=prefetch
-    )
+    from streamd.store.opening import check_snapshot_url
+
+    check_snapshot_url(snapshot_url)
+    client, credentials = _client(invocation), _credentials(token_file, token_command)
+    image = client.request_image(snapshot_url, tenant=tenant, credentials=credentials, prefetch=prefetch)
     image_id = str(image.get("id"))
+    if credentials is not None and image.get("state") in SERVES:  # a new one is prepared first
+        click.echo(f"image {image_id} was there already: it keeps its own credentials, these are not used", err=True)
     with ExitStack() as stack:
         lease: Lease | None = None
         if hold:  # from before it serves on: it must not end in between

@@ -8,7 +8,8 @@ uses `output.printable`.
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from streamd.commands.output import age_text, ratio_text, size_text
+from streamd.commands.output import age_text, ratio_text, time_text
+from streamd.config import size_text
 
 # Of `bytes_by_tier`: what the store sent; what readers got, by the class of the read.
 STORE_TIER = "origin"
@@ -18,6 +19,7 @@ SHORT_ID_CHARACTERS = 12
 # Images in these states have a mount, or will.
 _LIVE = ("preparing", "serving", "warm", "draining")
 GONE = "gone"
+SERVES = ("serving", "warm", "draining")
 
 Answer = Mapping[str, object]
 
@@ -116,8 +118,13 @@ def facts_of(answer: Answer) -> ImageFacts:
 def _note(answer: Answer) -> str:
     error, problem = _dict(answer.get("last_error")), answer.get("cache_problem")
     notes = [f"{_text(error.get('kind'))}: {_text(error.get('message'))}"] if error else []
+    away = _dict(answer.get("store_away"))
+    if away:
+        notes.append(
+            f"waits for the store since {time_text(_number(away.get('since_s')))}: {_text(away.get('reason'))}"
+        )
     if problem is not None:
-        notes.append(f"no cache: {_text(problem)}")
+        notes.append(f"served from memory: {_text(problem)}")
     return "; ".join(notes)
 
 

@@ -6,7 +6,8 @@ import click
 import numpy as np
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_facts, print_json, print_table, ratio_text, size_text, time_text
+from streamd.commands.output import print_facts, print_json, print_table, ratio_text, time_text
+from streamd.config import size_text
 
 if TYPE_CHECKING:
     from streamd.store.catalog import Pinned

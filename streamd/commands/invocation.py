@@ -61,9 +61,10 @@ def store_timeout_option(function: F) -> F:
 
 
 @contextmanager
-def opened_store(url: str, *, timeout_s: float) -> "Iterator[Store]":
+def opened_store(url: str, *, timeout_s: float, may_be_new: bool = False) -> "Iterator[Store]":
     """Open a store whose calls are retried for `timeout_s`; the first failure that is tried again is told on stderr.
 
+    `may_be_new`: a directory that isn't there is a new store, not one that is away.
     Raises: usage errors for an address that isn't one.
     """
     from streamd.store.opening import open_store
@@ -76,7 +77,7 @@ def opened_store(url: str, *, timeout_s: float) -> "Iterator[Store]":
             told.append(str(error))
             click.echo(f"the store fails ({printable(error)}); trying again for up to {timeout_s:g} s", err=True)
 
-    store = retrying(open_store(url), deadline_s=timeout_s, on_retry=tell)
+    store = retrying(open_store(url, is_used=not may_be_new), deadline_s=timeout_s, on_retry=tell)
     try:
         yield store
     except StoreError as error:

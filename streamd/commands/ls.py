@@ -3,7 +3,8 @@
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, print_table, ratio_text, size_text, time_text
+from streamd.commands.output import print_json, print_table, ratio_text, time_text
+from streamd.config import size_text
 
 
 @click.command("ls")

@@ -33,15 +33,6 @@ def printable(text: object) -> str:
     return "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in str(text))
 
 
-def size_text(size: float) -> str:
-    """Write bytes for people: `1.5 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(size) < 1024:
-            return f"{size:.0f} {unit}" if unit == "B" else f"{size:.1f} {unit}"
-        size /= 1024
-    return f"{size:.1f} TiB"
-
-
 def ratio_text(part: float, whole: float) -> str:
     """Write a share for people: `12.3 %`, or a dash of nothing."""
     return f"{100 * part / whole:.1f} %" if whole else "-"

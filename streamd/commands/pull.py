@@ -6,7 +6,8 @@ from pathlib import Path
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, progress_bar, size_text
+from streamd.commands.output import print_json, progress_bar
+from streamd.config import size_text
 
 
 @click.command("pull")

@@ -9,8 +9,8 @@ from pathlib import Path
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, progress_bar, ratio_text, size_text
-from streamd.config import parse_size
+from streamd.commands.output import print_json, progress_bar, ratio_text
+from streamd.config import parse_size, size_text
 from streamd.errors import NotFound, Refused, StreamdError
 
 # `runsc cpu-features` prints a list and ends; it needs no sandbox.
@@ -125,7 +125,10 @@ def command(
     snapshot_id, push_id = snapshot_id or str(uuid.uuid4()), push_id or str(uuid.uuid4())
     began = False
     try:
-        with opened_store(store_url, timeout_s=store_timeout_s) as store, progress_bar("push") as report:
+        with (
+            opened_store(store_url, timeout_s=store_timeout_s, may_be_new=True) as store,
+            progress_bar("push") as report,
+        ):
 
             def show(progress: PushProgress) -> None:
                 ratio = f"stored {ratio_text(progress.stored_bytes, progress.done_bytes)}"

@@ -5,7 +5,8 @@ from dataclasses import asdict
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, printable, size_text
+from streamd.commands.output import print_json, printable
+from streamd.config import size_text
 
 
 @click.command("rm")

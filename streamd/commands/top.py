@@ -12,7 +12,8 @@ import click
 
 from streamd.commands.image_facts import GONE, ImageFacts, count_text, facts_of, in_use, wait_text
 from streamd.commands.invocation import Invocation, duration
-from streamd.commands.output import age_text, print_table, printable, size_text
+from streamd.commands.output import age_text, print_table, printable
+from streamd.config import size_text
 from streamd.daemon.client import Answer, DaemonClient
 from streamd.errors import StreamdError
 

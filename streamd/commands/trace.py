@@ -5,7 +5,8 @@ from typing import TYPE_CHECKING
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_facts, print_json, print_table, ratio_text, size_text
+from streamd.commands.output import print_facts, print_json, print_table, ratio_text
+from streamd.config import size_text
 from streamd.errors import NotFound
 
 if TYPE_CHECKING:

@@ -6,7 +6,8 @@ from typing import TYPE_CHECKING
 import click
 
 from streamd.commands.invocation import json_option, opened_store, store_timeout_option
-from streamd.commands.output import print_json, progress_bar, size_text
+from streamd.commands.output import print_json, progress_bar
+from streamd.config import size_text
 from streamd.errors import Damaged
 
 if TYPE_CHECKING:

@@ -28,6 +28,7 @@ _T = TypeVar("_T")
 
 # A healthy directory opens in milliseconds.
 _CACHE_OPEN_TIMEOUT_S = 5.0
+_NO_ROOM = "its disk is full, or up to cache.reserve_bytes, or cache.max_bytes is used up by images that must stay"
 # How often it is looked whether an image is whole: what a next mount can't be sooner than.
 _WHOLE_LOOK_S = 0.5
 
@@ -68,7 +69,8 @@ class Late(Generic[_T]):
 async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -> tuple[NodeCache | None, str | None]:
     """Open a snapshot's place in the node cache; or say in the second value why the mount has to do without.
 
-    (None, None) when no cache is wanted. Raises: `Refused` when another process owns the place.
+    (None, None) when no cache is wanted; both when what is there can be used, and no more fits. Raises: `Refused` when
+    another process owns the place.
     """
     directory = options.cache_dir
     if directory is None:
@@ -81,7 +83,7 @@ async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -
 
     def open_it() -> NodeCache:
         with as_owner(directory, options.config):
-            return open_cache(
+            cache = open_cache(
                 directory,
                 pinned.data,
                 layout,
@@ -92,12 +94,22 @@ async def open_node_cache(options: MountOptions, store: Store, pinned: Pinned) -
                 reserve_bytes=options.config.cache.reserve_bytes,
                 recent_s=options.config.cache.recent_s,
             )
+        make_room = cache.make_room
+
+        def make_room_as_owner() -> bool:
+            with as_owner(directory, options.config):
+                return make_room()
+
+        cache.make_room = make_room_as_owner
+        return cache
 
     problem = f"cache directory {directory} did not answer within {_CACHE_OPEN_TIMEOUT_S} s"
     cache = Late[NodeCache](NodeCache.close)
     with trio.move_on_after(_CACHE_OPEN_TIMEOUT_S):
         try:
-            return await cache.call(open_it), None
+            opened = await cache.call(open_it)
+            has_room = opened.room_bytes or layout.zero_chunks == len(layout)
+            return opened, None if has_room else f"cache directory {directory} has no room for it: {_NO_ROOM}"
         except (CacheUnusable, ConfigError, NotPermitted, OSError) as error:
             problem = str(error)
     memory_max_bytes = options.config.memory_max_bytes

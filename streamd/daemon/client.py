@@ -138,6 +138,13 @@ class DaemonClient:
         """All images, oldest first."""
         return _dicts(self._ask("GET", "/v1/images"), "images")
 
+    def image_at(self, mountpoint: str) -> Answer | None:
+        """Give the image that is mounted there; None when there is none, or no daemon."""
+        try:
+            return next((image for image in self.images() if image.get("mountpoint") == mountpoint), None)
+        except NoDaemon:
+            return None
+
     def image(self, image_id: str, *, wait_s: float = 0.0) -> Answer:
         """One image; with `wait_s` (60 at most) as soon as it isn't preparing any more. Raises: `NotFound`."""
         query = {"wait_s": f"{wait_s:g}"} if wait_s else {}

@@ -5,9 +5,11 @@ An image is one snapshot of one tenant on this node: one mount, one worker, one 
 
 import hashlib
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 from streamd.config import Prefetch
 from streamd.daemon.api.models import (
@@ -21,8 +23,10 @@ from streamd.daemon.api.models import (
     Opener,
     Progress,
     ReleaseGaps,
+    StoreAway,
 )
 from streamd.daemon.shares import Demand
+from streamd.daemon.troubles import FailedReads, Failures, store_away
 
 # Workers that die more often than this are not replaced: the reads fail, and somebody looks at it. One that dies at
 # once, over a request that is given out again each time, gets there in some three seconds.
@@ -36,6 +40,11 @@ LIVE = (ImageStateName.PREPARING, ImageStateName.SERVING, ImageStateName.WARM, I
 def image_id(snapshot_url: str, tenant: str) -> str:
     """Name the image of a snapshot and a tenant (32 hex digits)."""
     return hashlib.sha256(f"{tenant}\0{snapshot_url}".encode()).hexdigest()[:32]
+
+
+def credentials_of(request: ImageRequest) -> Mapping[str, Any] | None:
+    """Give what a request wants to be identified by, as `parse_credentials` takes it."""
+    return None if request.credentials is None else msgspec.to_builtins(request.credentials)
 
 
 class Deaths:
@@ -69,18 +78,22 @@ class Image:
     leases: dict[str, Lease] = field(default_factory=dict)
     openers: list[Opener] = field(default_factory=list)
     last_error: ErrorFacts | None = None
+    store_away: StoreAway | None = None
     deaths: Deaths = field(default_factory=Deaths)
     ends_when_unused: bool = False
     idle_since_s: float | None = None
     # Its mount is being taken away. Who asks for it now gets the next one (`wanted`), which begins once this is gone.
     is_ending: bool = False
     is_unmounted: bool = False  # the kernel has agreed
+    tables_bytes: int = 0  # of its worker's memory, beside the cap; 0 until that has told
+    has_served: bool = False  # it was mounted once: its failure is more than a mistyped address
     wanted: ImageRequest | None = None
     status: Mapping[str, Any] = field(default_factory=dict)
     # Who had which handle open, for the next worker: it learns of a handle only by what is asked of it.
     known_openers: dict[int, Opener] = field(default_factory=dict)
     _seen: set[int] = field(default_factory=set)  # of them, those that the present worker has told of
     _before: dict[str, int] = field(default_factory=dict)
+    _failures: Failures = field(default_factory=Failures)
 
     @property
     def is_live(self) -> bool:
@@ -106,12 +119,28 @@ class Image:
         """
         return bool(self.leases or self.openers)
 
-    def want_next(self, request: ImageRequest) -> None:
-        """Note that it was asked for while it ends. Leases of before end with it, later ones are the next one's."""
+    def has_credentials(self, credentials: Mapping[str, Any] | None) -> bool:
+        """Whether it is served by these, and would be by its next mount, if that was asked for."""
+        wanted = [] if self.wanted is None else [credentials_of(self.wanted)]
+        return all(used == credentials for used in (self.credentials, *wanted))
+
+    def end_leases(self) -> list[str]:
+        """End all leases; give their ids, each of which is to be told of once."""
+        ended = list(self.leases)
+        self.leases.clear()
+        return ended
+
+    def want_next(self, request: ImageRequest) -> list[str]:
+        """Note that it was asked for while it ends. Leases of before end with it, later ones are the next one's.
+
+        Gives the ids of those that end.
+        """
+        ended = []
         if self.wanted is None:
             self.wanted = request
-            self.leases.clear()
+            ended = self.end_leases()
         self.state = ImageStateName.PREPARING
+        return ended
 
     def stay(self) -> bool:
         """Go on, since the kernel has said no to the unmount: somebody uses it. Tells whether it was asked for."""
@@ -135,6 +164,7 @@ class Image:
     def take_status(self, status: Mapping[str, Any]) -> None:
         """Take what a worker says of itself."""
         self.status = status
+        self.tables_bytes = int(status.get("tables_bytes", 0))
         self.openers = [
             Opener(handle=handle, file=file, pid=pid, command=command, container=container)
             for handle, file, pid, command, container in status.get("openers", [])
@@ -147,8 +177,28 @@ class Image:
         while len(self.known_openers) > _KNOWN_OPENERS_MAX:
             del self.known_openers[next(iter(self.known_openers))]
 
+    def newly_failed(self, now_s: float) -> Sequence[FailedReads]:
+        """Give reads that have failed, as far as they are to be told of; the last of them is the image's last error."""
+        news = self._failures.news(self.status.get("failures", {}), now_s)
+        for failed in news:
+            self.last_error = ErrorFacts(
+                kind=failed.kind,
+                message=f"reads failed: {failed.reason}"[:1000],
+                exit_code=failed.exit_code,
+                at_s=round(now_s, 3),
+            )
+        return news
+
+    def look_at_store(self, now_s: float, *, after_s: float) -> bool:
+        """Take what the worker says of the store; true when that has gone away, or is back."""
+        before = self.store_away
+        age_s = now_s - (self.worker_started_s or now_s)
+        self.store_away = store_away(before, self.status, now_s=now_s, worker_age_s=age_s, after_s=after_s)
+        return (before is None) != (self.store_away is None)
+
     def worker_is_gone(self) -> None:
         """Keep what a worker had counted."""
+        self._failures.worker_is_gone()
         for name, amount in self._of_worker().items():
             self._before[name] = self._before.get(name, 0) + amount
         self.status = {}
@@ -171,6 +221,7 @@ class Image:
         counts["origin"] = int(self.status.get("origin_bytes", 0))
         counts["cache_verified_chunks"] = int(self.status.get("cache_verified_chunks", 0))
         counts["stalls"] = sum(int(of["stalled"]) for of in reads.values())
+        counts["failed"] = int(self.status.get("failed_reads", 0))
         counts["faults"] = int(reads.get("fault", {}).get("waited", 0))
         return counts
 
@@ -216,8 +267,10 @@ class Image:
                 p99_ms=1000 * float(self.status.get("release_gap_p99_s", 0.0)),
             ),
             stalls=totals.pop("stalls", 0),
+            failed_reads=totals.pop("failed", 0),
             fetch_max_bytes_per_s=int(self.status.get("fetch_max_bytes_per_s", 0)),
             bytes_by_tier={name: amount for name, amount in totals.items() if name != "cache_verified_chunks"},
             last_error=self.last_error,
             cache_problem=self.cache_problem,
+            store_away=self.store_away,
         )

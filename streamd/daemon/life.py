@@ -99,7 +99,10 @@ class Keeper(Protocol):
 
 
 class Life:
-    """Runs one image; state of the Trio thread. `tell(kind, **facts)` publishes an event of the image."""
+    """Runs one image; state of the Trio thread. `tell(kind, **facts)` publishes an event of the image.
+
+    `tables_room_bytes()` is what the tables of its manifest may take of the node's memory, None for anything.
+    """
 
     def __init__(
         self,
@@ -110,6 +113,7 @@ class Life:
         tell: Callable[..., None],
         *,
         config_text: str,
+        tables_room_bytes: Callable[[], int | None] = lambda: None,
         store_timeout_s: float = 60.0,
         may_harden: bool = True,
         user: WorkerUser | None = None,
@@ -124,6 +128,7 @@ class Life:
         self._keeper = keeper
         self._tell = tell
         self._config_text = config_text
+        self._tables_room_bytes = tables_room_bytes
         self._store_timeout_s = store_timeout_s
         self._may_harden = may_harden
         self._may_be_warm = True
@@ -140,6 +145,7 @@ class Life:
         self.mount, self.init, self.keepsake_fd, self.worker = mount, init, keepsake_fd, worker
         self.image.is_warm = isinstance(mount, BindMount)
         self.image.state = self.image.mounted_state
+        self.image.has_served = True
 
     async def run(self) -> None:
         """Live; returns when the image is gone or has failed. A cancellation leaves the mount and its worker alone."""
@@ -170,6 +176,9 @@ class Life:
         with trio.CancelScope(shield=True):
             await self._clean_up()
         image.state = end  # not before: whoever asks again then begins anew, at the same mountpoint
+        if image.wanted is None:  # else they are the next one's
+            for lease_id in image.end_leases():
+                self._tell("lease-ended", lease=lease_id)
         self._tell("image-gone" if image.state is ImageStateName.GONE else "image-failed", reason=self._reason())
 
     # The beginning
@@ -208,6 +217,7 @@ class Life:
             if await self._bury() is Ending.UNREAPED:
                 raise WorkerLost("its worker hangs and can't be killed: its reads fail")
             await self._take_over()
+        self.image.has_served = True
         self._tell("image-serving", mountpoint=mount.mountpoint, mode="warm" if self.image.is_warm else "fuse")
 
     async def _bind(self, files_fd: int) -> bool:
@@ -243,6 +253,7 @@ class Life:
             log_level=self._config.log_level,
             store_timeout_s=self._store_timeout_s,
             may_harden=self._may_harden,
+            tables_max_bytes=self._tables_room_bytes(),
             fetch_bytes_per_s=self._share or 0,
             openers=openers,
             bind=_bind_facts(self.mount) if isinstance(self.mount, BindMount) else None,
@@ -315,16 +326,41 @@ class Life:
 
     def _note(self, message: Mapping[str, Any]) -> None:
         match message.get("is"):
+            case "opened":
+                self._admit_tables(int(message["tables_bytes"]))
             case "beat":
                 had_problem = self.image.cache_problem is not None
                 self.image.take_status(message["status"])
                 if self.image.cache_problem is not None and not had_problem:
                     self._tell("cache-lost", reason=self.image.cache_problem)
+                self._note_troubles()
             case "answer":
                 if message.get("id") in self._answers:
                     self._answers[message["id"]] = int(message["failed"])
                     self._answered.set()
                     self._answered = trio.Event()
+
+    def _admit_tables(self, needed_bytes: int) -> None:
+        """Note what the tables take. Raises: `Refused`, when others have taken the room that the worker was told of."""
+        room_bytes = self._tables_room_bytes()
+        if room_bytes is not None and needed_bytes > room_bytes:
+            raise Refused(
+                f"the manifest's tables take {needed_bytes / 1e6:.0f} MB of memory, and this node has "
+                f"{room_bytes / 1e6:.0f} MB for them (daemon.memory_max_bytes)"
+            )
+        self.image.tables_bytes = needed_bytes
+
+    def _note_troubles(self) -> None:
+        """Tell of reads that failed, and of a store that has gone away or is back."""
+        image, now_s = self.image, time.time()
+        for failed in image.newly_failed(now_s):
+            self._tell("reads-failed", cause=failed.kind, reads=failed.reads, reason=failed.reason)
+        before = image.store_away
+        if image.look_at_store(now_s, after_s=self._config.policy.event_after_s):
+            if image.store_away is not None:
+                self._tell("store-away", reason=image.store_away.reason)
+            elif before is not None:
+                self._tell("store-back", after_s=round(now_s - before.since_s, 1))
 
     async def _bury(self, ending: Ending = Ending.DIED) -> Ending:
         """End what is left of the worker; it is no reader of the connection any more, unless it can't be killed.

@@ -20,11 +20,11 @@ from streamd.daemon.options import MountOptions
 from streamd.daemon.serving import Serving
 from streamd.daemon.sockets import is_served, socket_path
 from streamd.daemon.warm import WarmMount, bind_sealed
-from streamd.errors import NotFound, Refused
+from streamd.errors import NotFound, Refused, StoreError
 from streamd.fuse import mounting
 from streamd.fuse.mount_paths import Mountpoint
 from streamd.fuse.mounting import FuseMount
-from streamd.serve.handles import Handle
+from streamd.serve.handles import BY_OPERATOR, ENDING, Handle
 from streamd.serve.image import ServedImage
 from streamd.serve.node_cache import NodeCache
 from streamd.store.catalog import Pinned, open_snapshot
@@ -51,6 +51,7 @@ def run_mount(options: MountOptions, ready: Callable[[dict[str, object]], None])
     allocator.limit_arenas()
     hardening.keep_memory_private()
     hardening.raise_descriptor_limit()
+    hardening.favour_this_thread()
     run_directory = options.config.run_directory
     store_url, snapshot_id = split_snapshot_url(options.snapshot_url)
     with (
@@ -59,13 +60,18 @@ def run_mount(options: MountOptions, ready: Callable[[dict[str, object]], None])
         ) as directory,
         ControlSocket(run_directory, options.mountpoint) as control_socket,
     ):
-        store = open_store(store_url)
+        store = open_store(store_url, is_used=True)
         try:
-            pinned = open_snapshot(retrying(store, deadline_s=options.store_timeout_s), snapshot_id)
+            patient = retrying(store, deadline_s=options.store_timeout_s, on_retry=_say_that_it_waits)
+            pinned = open_snapshot(patient, snapshot_id)
             if trio.run(_serve, options, directory, store, pinned, control_socket, ready):
                 raise KeyboardInterrupt
         finally:
             store.close()
+
+
+def _say_that_it_waits(error: StoreError, delay_s: float) -> None:
+    log.info("the store fails, asking it again", reason=str(error), delay_s=round(delay_s, 3))
 
 
 async def _serve(
@@ -185,14 +191,14 @@ class _Mount:
             mounting.abort(self._mount.mountpoint, self._mount.device)
 
     async def _abort(self) -> None:
-        self._image.fail(_every, "the mount is going away")
+        self._image.fail(_every, "the mount is going away", kind=ENDING)
         # The answers first: a read that the abort finds unanswered ends in ECONNABORTED, which says less than EIO.
         with trio.move_on_after(_ANSWER_TIMEOUT_S, shield=True):
             while any(handle.pending for name in self._image.files for handle in self._image.openers(name)):
                 await trio.sleep(0.001)
         with trio.move_on_after(_END_TIMEOUT_S, shield=True):
             await trio.to_thread.run_sync(self._take_away, abandon_on_cancel=True)
-        self._image.fail(_every, "the mount is going away")  # what was opened in between
+        self._image.fail(_every, "the mount is going away", kind=ENDING)  # what was opened in between
 
     # What the control socket asks for
 
@@ -208,7 +214,7 @@ class _Mount:
                 return handle.number == selector.handle
             return selector.container is None or handle.opener.container == selector.container
 
-        failed = self._image.fail(chosen, "failed by an operator")
+        failed = self._image.fail(chosen, "failed by an operator", kind=BY_OPERATOR)
         if not failed and (selector.handle is not None or selector.container is not None):
             raise NotFound("no open file of this mount matches")
         return failed

@@ -11,6 +11,7 @@ Nothing here may hurt a mount: a disk that is full or hangs costs the record, wi
 
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
@@ -20,8 +21,8 @@ import structlog
 import trio
 
 from streamd.daemon.options import MountOptions
-from streamd.errors import NotFound, NotPermitted, StreamdError
-from streamd.safe_paths import SafeDirectory
+from streamd.errors import NotFound, NotPermitted, Refused, StreamdError
+from streamd.safe_paths import NotAFile, SafeDirectory, open_regular
 from streamd.serve.record import Record, RecordedFile, Recorder, RecordHead
 from streamd.serve.record_file import RECORD_BYTES_MAX, decode, encode
 from streamd.serve.scheduler import RunBlocking
@@ -127,7 +128,7 @@ def write_record(path: Path, record: Record, *, kept_files: int = KEPT_FILES, ke
     """
     with SafeDirectory.open(path.parent, make=True) as directory:
         partial = f"{path.name}.partial"
-        fd = directory.open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        fd = open_regular(directory.fd, partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         with os.fdopen(fd, "wb") as file:
             file.write(encode(record))
         directory.rename(partial, path.name)
@@ -140,20 +141,36 @@ def write_record(path: Path, record: Record, *, kept_files: int = KEPT_FILES, ke
 
 
 def _sizes(directory: SafeDirectory) -> dict[str, int]:
-    """Give the records of a directory, half written ones too, and their sizes. By name they are sorted by age."""
+    """Give the records of a directory, half written ones too, and their sizes. By name they are sorted by age.
+
+    What isn't a file is none: whoever put it there must not keep others from writing theirs.
+    """
     sizes = {}
     for name in directory.names():
         if SUFFIX in name and not name.startswith("."):
             with suppress(FileNotFoundError):  # another mount removed it in this moment
-                sizes[name] = directory.stat(name).st_size
+                info = directory.stat(name)
+                if stat.S_ISREG(info.st_mode):
+                    sizes[name] = info.st_size
     return sizes
 
 
 def read_record(path: Path) -> Record:
-    """Read a record. Raises: `NotFound`, `NotPermitted`, `Damaged`, `Refused`, `StreamdError`."""
+    """Read a record. Its directory is the workers', who may put there what they like: nothing is followed.
+
+    Raises: `NotFound`, `NotPermitted`, `Damaged`, `Refused` (also for a link, and what else isn't a file),
+    `StreamdError`.
+    """
     try:
-        with path.open("rb") as file:
+        directory_fd = os.open(path.parent, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            fd = open_regular(directory_fd, path.name, os.O_RDONLY)
+        finally:
+            os.close(directory_fd)
+        with os.fdopen(fd, "rb") as file:
             data = file.read(RECORD_BYTES_MAX + 1)
+    except NotAFile as error:
+        raise Refused(f"{path} is not a regular file") from error
     except FileNotFoundError as error:
         raise NotFound(f"{path}: no such file") from error
     except PermissionError as error:
@@ -164,8 +181,8 @@ def read_record(path: Path) -> Record:
 
 
 def latest_record(directory: Path, mountpoint: str | None = None) -> Path:
-    """Give the newest record of a directory, or the newest of a mountpoint. Raises: `NotFound`."""
-    for path in sorted(directory.glob(f"*{SUFFIX}"), key=lambda path: path.name, reverse=True):
+    """Give the newest record of a directory, or the newest of a mountpoint. Raises: `NotFound`, `NotPermitted`."""
+    for path in sorted(_files(directory), key=lambda path: path.name, reverse=True):
         if mountpoint is None:
             return path
         with suppress(StreamdError):  # one that can't be read is nobody's
@@ -173,3 +190,16 @@ def latest_record(directory: Path, mountpoint: str | None = None) -> Path:
                 return path
     whose = f" of a mount at {mountpoint}" if mountpoint else ""
     raise NotFound(f"{directory}: no record{whose}")
+
+
+def _files(directory: Path) -> list[Path]:
+    try:
+        with os.scandir(directory) as entries:
+            found = [entry.name for entry in entries if entry.is_file(follow_symlinks=False)]
+    except FileNotFoundError:
+        return []
+    except PermissionError as error:
+        raise NotPermitted(f"{directory}: {error.strerror}; run it with sudo") from error
+    except OSError as error:
+        raise StreamdError(f"{directory}: {error.strerror}") from error
+    return [directory / name for name in found if name.endswith(SUFFIX)]

@@ -22,7 +22,7 @@ from streamd.daemon.worker_user import as_owner, records_directory
 from streamd.errors import Unreachable
 from streamd.fuse import mounting
 from streamd.fuse.session import Session
-from streamd.serve.handles import Handle, Opener
+from streamd.serve.handles import ENDING, Handle, Opener
 from streamd.serve.image import ServedImage
 from streamd.serve.node_cache import NodeCache
 from streamd.serve.record import Recorder
@@ -116,7 +116,7 @@ class Serving:
                     await trio.sleep_forever()
             finally:
                 if not self._is_handed_over:
-                    self.image.fail(_every, "the mount is going away")
+                    self.image.fail(_every, "the mount is going away", kind=ENDING)
                 self.image.learn()
                 nursery.cancel_scope.cancel()
         self._session.end()

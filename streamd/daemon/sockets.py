@@ -1,4 +1,4 @@
-"""Where the daemon's and the mounts' Unix sockets lie, who may bind them, and who is at their other end.
+"""Where the daemon's and the mounts' Unix sockets lie, who may bind them, who is at their other end, who should be.
 
 A bound socket is also a lock: while one process answers at it, no other takes its place. Clients import this, so it
 stays small.
@@ -16,6 +16,7 @@ from typing import NamedTuple
 from streamd.errors import Refused, StreamdError
 
 _SUN_PATH_MAX_BYTES = 107  # unix(7)
+_FLOCK = struct.Struct("hhqqi4x")  # fcntl(2), on 64-bit Linux: type, whence, start, length, pid
 _UCRED = struct.Struct("3i")  # unix(7): pid, uid, gid
 
 
@@ -33,6 +34,27 @@ def socket_path(run_directory: Path, mountpoint: str) -> Path:
 def api_socket_path(run_directory: Path) -> Path:
     """Give the path of the daemon's control API."""
     return run_directory / "api.sock"
+
+
+def images_directory(run_directory: Path) -> Path:
+    """Give the directory of the daemon's mountpoints."""
+    return run_directory / "images"
+
+
+def lock_path(run_directory: Path) -> Path:
+    """Give the path of the file that the daemon of a run directory has locked."""
+    return run_directory / "daemon.lock"
+
+
+def lock_holder(run_directory: Path) -> int | None:
+    """Give the process that has the daemon's lock; None when none has, or when that can't be seen from here."""
+    try:
+        with open(lock_path(run_directory), "rb") as file:
+            asked = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+            kind, *_, pid = _FLOCK.unpack(fcntl.fcntl(file, fcntl.F_GETLK, asked))
+    except OSError:
+        return None
+    return pid if kind != fcntl.F_UNLCK else None
 
 
 def is_served(path: Path) -> bool:
@@ -86,8 +108,15 @@ class BoundSocket:
         self._listener.close()
         # Only ours: once closed, another process may have taken the place over.
         with self._directory, suppress(FileNotFoundError):
-            if self._directory.stat(self.path.name).st_ino == self._inode:
+            if os.path.samestat(self._directory.stat(self.path.name), self._bound_at):
                 self._directory.unlink(self.path.name)
+
+    def is_in_place(self) -> bool:
+        """Whether who connects to the path gets to this socket."""
+        try:
+            return os.path.samestat(os.stat(self.path, follow_symlinks=False), self._bound_at)
+        except OSError:
+            return False
 
     def _listen(self) -> socket.socket:
         """Bind; a socket that a dead process left is replaced, one that answers is respected.
@@ -110,7 +139,7 @@ class BoundSocket:
             # bind(2) and connect(2) take paths only; nobody else can change what this one leads to.
             listener.bind(os.fspath(self.path))
             self.path.chmod(0o600)
-            self._inode = self._directory.stat(self.path.name).st_ino
+            self._bound_at = self._directory.stat(self.path.name)
             listener.listen(self._backlog)
             fcntl.flock(self._directory.fd, fcntl.LOCK_UN)
         except BaseException:

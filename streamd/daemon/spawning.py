@@ -21,6 +21,8 @@ _START_S = 60.0
 # One that has answered before forks within milliseconds; more than one image may wait for it.
 _HANG_S = 5.0
 _TRIES = 2
+# One that was killed is gone within milliseconds, unless it waits for a disk: everything else waits for it meanwhile.
+_DEATH_S = 1.0
 # One that ends at once, each time, must not take a core.
 _AGAIN_S = 1.0
 
@@ -136,5 +138,8 @@ class Spawner:
             self._wire = None
         if self._process is not None:
             self._process.kill()
-            self._process.wait()
+            try:
+                self._process.wait(_DEATH_S)
+            except subprocess.TimeoutExpired:  # it waits for a disk; subprocess reaps it some time later
+                log.warning("the spawner doesn't end, and is left to itself", pid=self._process.pid)
             self._process = None

@@ -11,10 +11,10 @@ import gc
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from functools import partial
 from importlib import metadata
-from pathlib import Path
 
 import msgspec
 import structlog
@@ -22,7 +22,7 @@ import trio
 
 from streamd.config import Config, Prefetch
 from streamd.daemon import allocator, hardening
-from streamd.daemon.admission import check_room
+from streamd.daemon.admission import check_room, tables_room_bytes
 from streamd.daemon.adoption import FdKeeper, Kept
 from streamd.daemon.api.app import make_app
 from streamd.daemon.api.events import EventLog
@@ -42,15 +42,17 @@ from streamd.daemon.api.models import (
 )
 from streamd.daemon.api.port import Draining, ImageInUse
 from streamd.daemon.api.server import Allowed, serve
-from streamd.daemon.assignment import BEAT_S
+from streamd.daemon.api_socket import ApiSocket
+from streamd.daemon.assignment import BEAT_S, Assignment
 from streamd.daemon.fd_store import FdStore
-from streamd.daemon.images import Image, image_id
+from streamd.daemon.images import Image, credentials_of, image_id
 from streamd.daemon.life import Life
 from streamd.daemon.node_disk import cache_state, newest_records
 from streamd.daemon.notes import NodeMemory
+from streamd.daemon.proof import Proofs
 from streamd.daemon.service_manager import ManagerEnvironment, Notifier, NotifyChannel
 from streamd.daemon.shares import divide_link
-from streamd.daemon.sockets import BoundSocket, api_socket_path
+from streamd.daemon.sockets import images_directory
 from streamd.daemon.spawning import Spawner
 from streamd.daemon.strays import Strays
 from streamd.daemon.unit_check import UnitFacts, findings
@@ -63,6 +65,9 @@ log = structlog.get_logger()
 
 # Ended images that are still told of.
 _ENDED_MAX = 64
+# How long one that failed before it served, as by a mistyped address, is told of: who waits for it asks once a second
+# or so. Longer would show up in the metrics of a node that has nothing.
+FORGET_FAILED_S = 60.0
 _ENDING_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _FLUSH_S = 5.0
 _STRAYS_LOOK_S = 10.0
@@ -71,11 +76,6 @@ _CONFIG_MAX_CHARACTERS = 16 << 10
 _NO_NAMESPACE = "mount-namespace"
 # Questions to disks that may hang, at once: their threads must not be those that mounts are made in.
 _DISK_LOOKS_MAX = 4
-
-
-def images_directory(config: Config) -> Path:
-    """Give the directory of the daemon's mountpoints."""
-    return config.run_directory / "images"
 
 
 def version() -> str:
@@ -108,10 +108,11 @@ class Supervisor:
         self._may_harden = may_harden
         self._user = user
         self._spawner = Spawner()
+        self._proofs = Proofs(self._spawner)
         self._images: dict[str, Image] = {}
         self._lives: dict[str, Life] = {}
         self._ended: list[ImageState] = []
-        self._strays = Strays(images_directory(config))
+        self._strays = Strays(images_directory(config.run_directory))
         self._lease_number = 0
         self._started_s = time.time()
         self._disk_looks = trio.CapacityLimiter(_DISK_LOOKS_MAX)
@@ -142,13 +143,15 @@ class Supervisor:
         for image in list(self._images.values()):
             image.ends_when_unused = True
             image.wanted = None
-            image.leases.clear()
-        with trio.move_on_after(self._config.policy.umount_wait_s):
+            self._end_leases(image)
+        wait_s = self._config.policy.umount_wait_s
+        log.info("images end with this process; open files are waited for", images=len(self._lives), wait_s=wait_s)
+        with trio.move_on_after(wait_s):
             while self._lives:
                 await trio.sleep(0.05)
         for life in list(self._lives.values()):
             await life.abort()
-        with trio.move_on_after(self._config.policy.umount_wait_s):
+        with trio.move_on_after(wait_s):
             while self._lives:
                 await trio.sleep(0.05)
 
@@ -183,6 +186,10 @@ class Supervisor:
             assert self._nursery is not None
             self._nursery.start_soon(life.hand_over)
 
+    def _tables(self, *, but: Image | None = None) -> list[int]:
+        """Give what each image takes for its manifest's tables."""
+        return [life.image.tables_bytes for life in self._lives.values() if life.image is not but]
+
     def _mountpoints(self) -> set[str]:
         return {life.image.mountpoint for life in list(self._lives.values())}
 
@@ -194,6 +201,7 @@ class Supervisor:
             self._keeper,
             partial(self.events.publish, image=image.id),
             config_text=self._config_text,
+            tables_room_bytes=lambda: tables_room_bytes(self._tables(but=image), self._config),
             may_harden=self._may_harden,
             user=self._user,
         )
@@ -218,6 +226,17 @@ class Supervisor:
             self._ended = [*self._ended, image.describe()][-_ENDED_MAX:]
         if image.wanted is not None:
             self._prepare(image.wanted, image.leases)
+        elif image.state is ImageStateName.FAILED and not image.has_served:
+            await trio.sleep(FORGET_FAILED_S)
+            if self._images.get(image.id) is image:
+                del self._images[image.id]
+
+    def _end_leases(self, image: Image) -> None:
+        self._tell_ended(image.id, image.end_leases())
+
+    def _tell_ended(self, image_id: str, lease_ids: Sequence[str]) -> None:
+        for lease_id in lease_ids:
+            self.events.publish("lease-ended", image=image_id, lease=lease_id)
 
     def _prepare(self, request: ImageRequest, leases: dict[str, Lease]) -> Image:
         """Begin an image, with leases that were taken of it before."""
@@ -227,8 +246,8 @@ class Supervisor:
             snapshot_url=request.snapshot_url,
             tenant=request.tenant,
             prefetch=request.prefetch,
-            credentials=None if request.credentials is None else msgspec.to_builtins(request.credentials),
-            mountpoint=str(images_directory(self._config) / number),
+            credentials=credentials_of(request),
+            mountpoint=str(images_directory(self._config.run_directory) / number),
             created_s=round(time.time(), 3),
             leases=leases,
         )
@@ -237,11 +256,34 @@ class Supervisor:
 
     # What the API asks (`api.port.Node`)
 
-    def request_image(self, request: ImageRequest) -> ImageState:
+    async def request_image(self, request: ImageRequest) -> ImageState:
         """Give the image of this snapshot and tenant, and begin to prepare it when there is none, or a failed one."""
+        known = self._images.get(image_id(request.snapshot_url, request.tenant))
+        if known is not None and self._is_here(known) and not known.has_credentials(credentials_of(request)):
+            await self._proofs.prove(
+                Assignment(
+                    image=known.id,
+                    snapshot_url=request.snapshot_url,
+                    mountpoint="",
+                    prefetch=request.prefetch.value,
+                    tenant=request.tenant,
+                    credentials=credentials_of(request),
+                    config_text=self._config_text,
+                    log_level=self._config.log_level,
+                    may_harden=self._may_harden,
+                    user=None if self._user is None else (self._user.uid, self._user.gid),
+                )
+            )
+        return self._request_image(request)
+
+    def _is_here(self, image: Image) -> bool:
+        return image.is_live or image.id in self._lives
+
+    def _request_image(self, request: ImageRequest) -> ImageState:
+        """Do it, in one step: its credentials are those of the image, or proven."""
         number = image_id(request.snapshot_url, request.tenant)
         known = self._images.get(number)
-        is_here = known is not None and (known.is_live or number in self._lives)
+        is_here = known is not None and self._is_here(known)
         if known is not None and is_here and not known.is_ending:
             known.ends_when_unused = False
             if known.state is ImageStateName.DRAINING:
@@ -252,9 +294,9 @@ class Supervisor:
             raise Draining
         if known is not None and is_here:
             image = known
-            image.want_next(request)
+            self._tell_ended(number, image.want_next(request))
         else:
-            check_room(len(self._lives) + 1, self._config)
+            check_room(self._tables(), self._config)
             split_snapshot_url(request.snapshot_url)
             image = self._prepare(request, {})
         self.events.publish("image-requested", image=number, snapshot_url=request.snapshot_url)
@@ -295,7 +337,7 @@ class Supervisor:
             image.state = ImageStateName.DRAINING
         image.wanted = None
         if force:
-            image.leases.clear()
+            self._end_leases(image)
             image.is_ending = True
             assert self._nursery is not None
             self._nursery.start_soon(self._lives[image_id].abort)
@@ -356,7 +398,13 @@ class Supervisor:
         warnings += [
             f"image {image.id} failed: {image.last_error.message if image.last_error else ''}"
             for image in self._images.values()
-            if image.state is ImageStateName.FAILED
+            if image.state is ImageStateName.FAILED and image.has_served  # else it is its address that is wrong
+        ]
+        problems = Counter(image.cache_problem for image in self._images.values() if image.is_live)
+        warnings += [
+            f"{'1 image is' if images == 1 else f'{images} images are'} served from memory: {why}"
+            for why, images in problems.items()
+            if why is not None
         ]
         return Health(
             status=HealthStatus.DEGRADED if warnings else HealthStatus.OK,
@@ -417,20 +465,22 @@ def run_daemon(
 async def _run(config: Config, supervisor: Supervisor, keeper: FdKeeper, store: FdStore, notifier: Notifier) -> None:
     counts, limits = ApiCounts(), Limits()
     app = make_app(supervisor, counts, limits=limits, version=version(), requests=supervisor.memory.requests)
-    refusal = f"another streamd daemon runs here ({api_socket_path(config.run_directory)})"
     with (
         trio.open_signal_receiver(*_ENDING_SIGNALS) as signals,
-        BoundSocket(api_socket_path(config.run_directory), backlog=256, refusal=refusal) as listener,
+        ApiSocket(config.run_directory, restored=lambda: supervisor.events.publish("api-restored")) as api_socket,
     ):
         async with trio.open_nursery() as nursery:
             await nursery.start(supervisor.run)
-            await nursery.start(partial(serve, listener, app, counts, limits=limits, allowed=Allowed()))
+            listener, renewed = api_socket.listener, api_socket.renewed
+            await nursery.start(
+                partial(serve, listener, app, counts, limits=limits, allowed=Allowed(), renewed=renewed)
+            )
             nursery.start_soon(notifier.keep_alive)
             nursery.start_soon(_tell_status, supervisor, notifier)
             gc.collect()
             allocator.give_back()  # what imports have used
             notifier.ready(supervisor.summary())
-            log.info("daemon serves", socket=str(api_socket_path(config.run_directory)), pid=os.getpid())
+            log.info("daemon serves", socket=str(api_socket.path), pid=os.getpid())
             await _end(signals, supervisor, keeper, notifier)
             nursery.cancel_scope.cancel()
         if store.is_there and not store.flush(_FLUSH_S):

@@ -3,8 +3,9 @@
 from enum import Enum
 from pathlib import Path
 
+from streamd.daemon.client import DaemonClient
 from streamd.daemon.control_client import MountClient, NoAnswer, NoServer
-from streamd.errors import NotFound
+from streamd.errors import NotFound, Refused
 from streamd.fuse import mount_paths, mountinfo, mounting
 
 
@@ -34,7 +35,7 @@ def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
     """Unmount what is mounted at `path`; give the resolved path.
 
     Bounded by the control client's time-outs. Raises: `NotFound` without a mount of ours, `Refused` with open files and
-    without force, `NoAnswer` when the process hangs and force wasn't asked for.
+    without force, and for a daemon's image, `NoAnswer` when the process hangs and force wasn't asked for.
     """
     mountpoint = mount_paths.resolve(path)
     client = MountClient(run_directory, mountpoint)
@@ -48,6 +49,12 @@ def unmount(path: str, *, run_directory: Path, force: bool) -> tuple[str, How]:
         if mounting.is_dead(mountpoint):
             mounting.clean_stale(mountpoint, server_lives=lambda _: False)
             return mountpoint, How.STALE
+        image = DaemonClient(run_directory).image_at(mountpoint)
+        if image is not None:  # pods may hold leases, and come for its files
+            name = image.get("id")
+            raise Refused(
+                f"{mountpoint} is the daemon's image {name}: `streamd image release {name}` ends it"
+            ) from None
         # It lives, and its socket isn't where we look: the kernel is asked, and says no while a file is open.
         if force:
             mounting.abort(mountpoint, top.device)

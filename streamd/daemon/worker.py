@@ -4,13 +4,17 @@ What is said on the wire (`wire.py`), all of it in this order:
 
     supervisor → worker  {"do": "serve", …}          an assignment (`Assignment`); with the descriptors [device, INIT,
                                                      snapshot] when it takes over a mount that another one has served
-    worker → supervisor  {"is": "prepared"}          it can serve; with [snapshot], what a next worker needs. Or with
+    worker → supervisor  {"is": "opened", "tables_bytes"}
+                                                     what the manifest's tables take of its memory
+                         {"is": "proven"}            the store lets these credentials read the snapshot; where the
+                                                     assignment asks for no more (`proof.py`), the process ends
+                         {"is": "prepared"}          it can serve; with [snapshot], what a next worker needs. Or with
                                                      [snapshot, files]: these are sealed (`holding.py`), bind them
                          {"is": "refused", "error"}  it can't, and ends
     supervisor → worker  {"do": "connect"}           with [device, INIT], when it doesn't take over
                          {"do": "hold", "bind"}      instead, when it has bound the files; the place in "mountpoint"
     worker → supervisor  {"is": "serving"}
-                         {"is": "beat", "status"}    every second: it lives
+                         {"is": "beat", "status"}    every second: it lives; before it serves, now and then
                          {"is": "ended"}             the connection is over (unmounted, aborted), and so is this process
     supervisor → worker  {"do": "fail", "id", …}     → {"is": "answer", "id", "failed"}
                          {"do": "rate", "bytes_per_s"}
@@ -20,8 +24,8 @@ What is said on the wire (`wire.py`), all of it in this order:
 Of a warm image the device is the files' directory, and INIT empty. A worker asks for the snapshot with its tenant's
 credentials before it looks into the cache, and goes on asking: whoever may not read it gets no warm image either.
 
-A worker whose supervisor has gone serves on: the next supervisor finds the wire in its fd store; without one, the
-worker ends with the mount.
+A worker that has no mount yet dies with its supervisor, whatever it hangs in. One that has one serves on: the next
+supervisor finds the wire in its fd store; without one, the worker ends with the mount.
 
 A tenant's tokens are this process's only, and that of who fetches them for it (`token_process.py`). It drops what a
 server doesn't need: root, capabilities, programs, mounts, namespaces. Memory that replies come from is touched before
@@ -36,6 +40,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import structlog
@@ -57,8 +62,10 @@ from streamd.daemon.wire import Wire
 from streamd.errors import NotPermitted, Refused, StoreError, StoreErrorKind, StreamdError
 from streamd.fuse.binding import BindMount
 from streamd.logs import configure
-from streamd.serve.handles import Handle, Opener
+from streamd.serve.handles import BY_OPERATOR, Handle, Opener
 from streamd.serve.node_cache import NodeCache
+from streamd.snapshot.manifest import TablesTooLarge
+from streamd.snapshot.names import manifest_key
 from streamd.store.catalog import Pinned, open_snapshot
 from streamd.store.credentials import DefaultToken
 from streamd.store.identity import Identity
@@ -78,6 +85,8 @@ def main(end: socket.socket) -> int:
     """Serve what is assigned over a socket, to its end; gives an exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # its end is the supervisor's to say, and `systemctl kill` isn't meant so
+    # The spawner, which ends with the supervisor. Until there is a mount nobody else would miss this process.
+    hardening.die_with_parent(is_on=True)
     allocator.limit_arenas()
     hardening.keep_memory_private()
     hardening.raise_descriptor_limit()
@@ -93,8 +102,10 @@ def main(end: socket.socket) -> int:
     hardening.mark_io_flusher()
     try:
         source = _token_source(assignment, lambda: _close(wire, fds))
+        hardening.favour_this_thread()
         if assignment.may_harden:  # while there is one thread, and nothing was asked of anybody
             _confine(assignment.user)
+        hardening.die_with_parent(is_on=not fds)
     except StreamdError as error:
         wire.send_nowait({"is": "refused", "error": error_record(error)})
         return 1
@@ -144,6 +155,7 @@ class _Worker:
         self._device_fd = -1
         self._init = b""
         self._fetch_bytes_per_s = assignment.fetch_bytes_per_s
+        self._tables_bytes = 0
 
     async def run(self, fds: list[int]) -> int:
         assignment, config = self._assignment, self._config
@@ -160,14 +172,19 @@ class _Worker:
             log.warning("the image is not served", reason=str(lone))
             self._wire.send_nowait({"is": "refused", "error": error_record(lone)})
             return 1
+        if self._status_of is not None:
+            self._say_beat(self._status())  # what has failed at the end is told of, too
         self._wire.send_nowait({"is": "ended"})
         return 0
 
     async def _serve(self, assignment: Assignment, config: Config, fds: list[int]) -> None:
         self._is_taken_over = bool(fds)
         store_url, snapshot_id = split_snapshot_url(assignment.snapshot_url)
-        store = open_store(store_url, tokens=self._tokens)
+        store = open_store(store_url, tokens=self._tokens, is_used=True)
         try:
+            if assignment.only_proves:
+                await self._prove_once(store, snapshot_id)
+                return
             if self._is_taken_over:
                 self._device_fd, init_fd, pinned_fd = fds
                 self._init = bytes_of(init_fd)
@@ -176,11 +193,27 @@ class _Worker:
                 os.close(pinned_fd)
                 self._connected.set()
             else:
-                patient = retrying(store, deadline_s=assignment.store_timeout_s)
+                began_s = trio.current_time()
+
+                def say_that_it_waits(error: StoreError, _delay_s: float) -> None:
+                    """Say so in a beat, from the thread that waits."""
+                    wait_s = round(trio.from_thread.run_sync(trio.current_time) - began_s, 3)
+                    trio.from_thread.run_sync(self._say_beat, {"store_wait_s": wait_s, "last_failure": str(error)})
+
+                patient = retrying(store, deadline_s=assignment.store_timeout_s, on_retry=say_that_it_waits)
                 try:
-                    pinned = await trio.to_thread.run_sync(open_snapshot, patient, snapshot_id, abandon_on_cancel=True)
+                    pinned = await trio.to_thread.run_sync(
+                        partial(open_snapshot, tables_max_bytes=assignment.tables_max_bytes),
+                        patient,
+                        snapshot_id,
+                        abandon_on_cancel=True,
+                    )
                 except StoreError as error:
                     raise _explained(error, store_url) from error
+                except TablesTooLarge as error:
+                    raise Refused(f"{error}: the node's memory is daemon.memory_max_bytes") from error
+                self._wire.send_nowait({"is": "opened", "tables_bytes": pinned.tables_bytes})
+            self._tables_bytes = pinned.tables_bytes
             options = MountOptions(
                 snapshot_url=assignment.snapshot_url,
                 mountpoint=assignment.mountpoint,
@@ -194,6 +227,12 @@ class _Worker:
             await self._run(options, store, pinned)
         finally:
             store.close()
+
+    async def _prove_once(self, store: Store, snapshot_id: str) -> None:
+        """Say whether these credentials may read the snapshot. Raises: why they may not."""
+        patient = retrying(store, deadline_s=self._assignment.store_timeout_s)
+        await trio.to_thread.run_sync(patient.head, manifest_key(snapshot_id), abandon_on_cancel=True)
+        self._wire.send_nowait({"is": "proven"})
 
     async def _run(self, options: MountOptions, store: Store, pinned: Pinned) -> None:
         cache, cache_problem = await self._open_cache(options, store, pinned)
@@ -251,7 +290,8 @@ class _Worker:
         options = replace(options, mountpoint=self._mountpoint)
         bind = BindMount(files_fd, options.mountpoint, device, mount_id)
         holding = Holding(options, store, pinned, bind, cache_problem=cache_problem)
-        await holding.run(lambda: self._say_serving(nursery, holding.status))
+        self._begin_to_beat(nursery, holding.status)
+        await holding.run(self._say_serving)
 
     async def _serve_requests(
         self,
@@ -282,41 +322,49 @@ class _Worker:
             await self._connected.wait()
             return self._device_fd, self._init
 
-        await serving.run(connect, lambda: self._say_serving(nursery, serving.status))
+        self._begin_to_beat(nursery, serving.status)
+        await serving.run(connect, self._say_serving)
 
     def _say_prepared(self, pinned: Pinned, *files_fd: int) -> None:
         keepsake = memfd_of(encode_pinned(pinned), "snapshot", max_bytes=MAX_BYTES)
         self._wire.send_nowait({"is": "prepared"}, [keepsake, *files_fd])
         os.close(keepsake)
 
-    def _say_serving(self, nursery: trio.Nursery, status: Callable[[], dict[str, object]]) -> None:
-        self._status_of = status
+    def _say_serving(self) -> None:
         self._wire.send_nowait({"is": "serving"})
+
+    def _begin_to_beat(self, nursery: trio.Nursery, status: Callable[[], dict[str, object]]) -> None:
+        self._status_of = status
         nursery.start_soon(self._beat)
 
     async def _prove_access(self, identity: Identity, store: Store, pinned: Pinned) -> None:
         """Ask the store again whether this tenant may read the snapshot, whenever the token has become another.
 
-        What is cached doesn't outlive the right to it. A store that doesn't answer is no answer, and a refusal is held
-        as long as that of a read. Raises: `NotPermitted`: the image ends, for whoever opens it next as well.
+        What is cached outlives neither the right to it nor credentials that can prove it. A store that doesn't answer
+        is no answer; a refusal, of the tenant or of its credentials, is held as long as that of a read.
+        Raises: `NotPermitted`: the image ends, for whoever opens it next as well.
         """
+        policy = self._config.policy
+        held_s = {StoreErrorKind.FORBIDDEN: policy.hold_s, StoreErrorKind.CREDENTIALS: policy.credentials_wait_s}
         proven = None if self._is_taken_over else identity.epoch
         refused_s: float | None = None
         while True:
             await trio.sleep(_ACCESS_LOOK_S)
+            epoch = proven
             try:
                 # Nobody else may ask for a token: all may be cached.
                 await trio.to_thread.run_sync(identity.fresh, abandon_on_cancel=True)
                 epoch = identity.epoch
-                if epoch == proven:
-                    continue
-                await trio.to_thread.run_sync(store.head, pinned.manifest_info.key, abandon_on_cancel=True)
+                if epoch != proven:
+                    await trio.to_thread.run_sync(store.head, pinned.manifest_info.key, abandon_on_cancel=True)
             except StoreError as error:
                 if error.store_kind is StoreErrorKind.GONE:  # it might be read; the pins have a policy of their own
                     proven, refused_s = epoch, None
-                elif error.store_kind is StoreErrorKind.FORBIDDEN:
-                    refused_s = trio.current_time() if refused_s is None else refused_s
-                    if trio.current_time() - refused_s >= self._config.policy.hold_s:
+                elif error.store_kind in held_s:
+                    if refused_s is None:
+                        refused_s = trio.current_time()
+                        log.warning("the tenant's access can't be proven", reason=str(error))
+                    if trio.current_time() - refused_s >= held_s[error.store_kind]:
                         raise NotPermitted(f"this tenant may not read the snapshot any more: {error}") from error
             else:
                 proven, refused_s = epoch, None
@@ -324,13 +372,17 @@ class _Worker:
     async def _beat(self) -> None:
         """Say that this thread runs, and what it has done."""
         while True:
-            self._wire.send_nowait({"is": "beat", "at_s": time.time(), "status": self._status()})
+            self._say_beat(self._status())
             await trio.sleep(BEAT_S)
+
+    def _say_beat(self, status: Mapping[str, object]) -> None:
+        self._wire.send_nowait({"is": "beat", "at_s": time.time(), "status": status})
 
     def _status(self) -> dict[str, object]:
         assert self._status_of is not None
         status = self._status_of()
         status.pop("handles", None)  # as many as there may be; below, in short
+        status["tables_bytes"] = self._tables_bytes  # for a supervisor that has come after this worker
         if self._serving is None:
             return status
         openers = [handle for name in self._serving.image.files for handle in self._serving.image.openers(name)]
@@ -354,10 +406,10 @@ class _Worker:
                     self._device_fd, init_fd = fds
                     self._init = bytes_of(init_fd)
                     os.close(init_fd)
-                    self._connected.set()
+                    self._begin_to_live_on()
                 case "hold":
                     self._mountpoint, self._bind = str(message["mountpoint"]), _bind_facts(message["bind"])
-                    self._connected.set()
+                    self._begin_to_live_on()
                 case "fail":
                     self._fail(message)
                 case "rate" if isinstance(message.get("bytes_per_s"), int) and message["bytes_per_s"] >= 0:
@@ -374,6 +426,11 @@ class _Worker:
                     for fd in fds:
                         os.close(fd)
 
+    def _begin_to_live_on(self) -> None:
+        """Serve a mount, from now on also without a supervisor."""
+        hardening.die_with_parent(is_on=False)
+        self._connected.set()
+
     def _fail(self, message: Mapping[str, Any]) -> None:
         handle_number, container = message.get("handle"), message.get("container")
 
@@ -382,7 +439,9 @@ class _Worker:
                 return bool(handle.number == handle_number)
             return bool(container is None or handle.opener.container == container)
 
-        failed = self._serving.image.fail(chosen, "failed by an operator") if self._serving is not None else 0
+        failed = 0
+        if self._serving is not None:
+            failed = self._serving.image.fail(chosen, "failed by an operator", kind=BY_OPERATOR)
         self._wire.send_nowait({"is": "answer", "id": message.get("id"), "failed": failed})
 
     async def _leave(self) -> None:

@@ -1,6 +1,6 @@
 """Whether a directory is an image that can be pushed, looked at before anything is written.
 
-The three files are opened once, without following links and without waiting (a FIFO would make open hang), and are read
+Directory and files are opened once, without following links and without waiting (a FIFO would make open hang), and read
 through these descriptors until the push ends: what was checked is what is pushed. Other files in the directory are
 ignored; a `gcs_opts.json`, which would send runsc to another store, is never pushed.
 """
@@ -66,7 +66,7 @@ def open_image_dir(directory: Path) -> Iterator[OpenImage]:
     Of pages.img nothing is read.
     """
     with contextlib.ExitStack() as stack:
-        directory_fd = _open(directory, os.O_RDONLY | os.O_DIRECTORY, stack)
+        directory_fd = _open_directory(directory, stack)
         present = [name for name in IMAGE_FILES if _is_there(directory, name, directory_fd)]
         if CHECKPOINT not in present:
             raise Refused(f"{directory} is not an image directory: it has no {CHECKPOINT}")
@@ -112,6 +112,16 @@ def _is_there(directory: Path, name: str, directory_fd: int) -> bool:
     except OSError as error:
         raise _error(error, directory / name) from error
     return True
+
+
+def _open_directory(directory: Path, stack: contextlib.ExitStack) -> int:
+    """Open it, unless it is a link, as `pull` does: whoever can make one could lead root to another pod's memory."""
+    try:
+        return _open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, stack)
+    except StreamdError:
+        if directory.is_symlink():  # the kernel says ENOTDIR
+            raise Refused(f"{directory} is a symbolic link; name the directory itself") from None
+        raise
 
 
 def _open(path: Path, flags: int, stack: contextlib.ExitStack, directory_fd: int | None = None) -> int:

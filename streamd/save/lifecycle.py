@@ -28,7 +28,7 @@ from streamd.save.workers import Workers
 from streamd.snapshot.manifest import Manifest
 from streamd.snapshot.names import MANIFEST, checked_id, manifest_key, packs_prefix
 from streamd.snapshot.tombstone import Tombstone, encode_tombstone
-from streamd.store.port import Condition, ObjectInfo, Store
+from streamd.store.port import CLOCK_KEY, Condition, ObjectInfo, Store
 
 DEFAULT_GRACE_S = 24 * 3600.0
 REMOVED_PACKS_LIFE_S = 3600.0  # longer than the longest load of a snapshot that was mounted when it was removed
@@ -177,10 +177,13 @@ def collect(
     `progress` is told each id that something is done about. What the store refuses about one id (FORBIDDEN, such as an
     object under a hold) is noted in the result's `kept`, and the others are done.
 
-    Raises: `StoreError`: the store fails as a whole, or is not there.
+    Raises: `NotFound` when this is a snapshot, or a place that holds other things only; `StoreError`: the store fails
+    as a whole, or is not there.
     """
-    now_s = store.now_s()
     result = CollectResult()
+    if not is_used(store):  # asking for the clock would write
+        return result
+    now_s = store.now_s()
     candidates = [
         snapshot_id
         for snapshot_id, group in itertools.groupby(store.list(""), lambda info: info.key.partition("/")[0])
@@ -194,6 +197,22 @@ def collect(
         ):
             pass  # it took long: look again
     return result
+
+
+def is_used(store: Store) -> bool:
+    """Tell whether a place is a store that was used; false when it is empty. Raises: `NotFound` when it is no store."""
+    is_empty, in_a_snapshot = True, False
+    for info in store.list(""):  # of a store, one of the first keys says so
+        snapshot_id, _, name = info.key.partition("/")
+        if info.key == CLOCK_KEY or (_ID.fullmatch(snapshot_id) and (name == MANIFEST or _OURS.fullmatch(name))):
+            return True
+        is_empty = False
+        in_a_snapshot |= info.key == MANIFEST
+    if in_a_snapshot:
+        raise NotFound(f"{store.url} is a snapshot, not a store; name the store that it is in")
+    if not is_empty:
+        raise NotFound(f"{store.url} is no store: it holds no snapshot, nor what a push would have left")
+    return False
 
 
 def _collect_one(

@@ -57,8 +57,8 @@ def pull(
 ) -> PullResult:
     """Copy a snapshot into `directory`, which is made, or exists and is empty. On failure nothing is left in it.
 
-    Raises: what `open_snapshot` does. `Refused`: the directory is not empty, or a file. `Damaged`: a chunk is not
-        what the manifest says. `StoreError`. `StreamdError`: the disk failed.
+    Raises: what `open_snapshot` does. `Refused`: the directory is not empty, or a link, or a file. `Damaged`: a chunk
+        is not what the manifest says. `StoreError`. `StreamdError`: the disk failed.
     """
     pinned = open_snapshot(store, snapshot_id)
     with _disk(directory), _new_files(directory, pinned) as fds:
@@ -80,41 +80,55 @@ def _disk(directory: Path) -> Iterator[None]:
 def _new_files(directory: Path, pinned: Pinned) -> Iterator[tuple[int, ...]]:
     """Make the files under temporary names, each of its full size and empty; name them in the end, or remove them."""
     made = False
-    try:
+    with contextlib.suppress(FileExistsError):
         os.mkdir(directory, 0o700)  # it holds a process's memory
         made = True
-    except FileExistsError:
-        if not directory.is_dir():
-            raise Refused(f"{directory} exists and is not a directory") from None
-        if any(directory.iterdir()):
-            raise Refused(f"{directory} is not empty") from None
+    try:
+        directory_fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except (NotADirectoryError, FileNotFoundError):
+        if directory.is_symlink():
+            raise Refused(f"{directory} is a symbolic link; name the directory itself") from None
+        raise Refused(f"{directory} exists and is not a directory") from None
+    try:
+        if os.listdir(directory_fd):
+            raise Refused(f"{directory} is not empty")
+        with _files_in(directory_fd, pinned) as fds:
+            yield fds
+        if made:
+            _sync(directory.parent)
+    finally:
+        os.close(directory_fd)
+        if made:
+            with contextlib.suppress(OSError):  # it has files when all went well
+                directory.rmdir()
+
+
+@contextlib.contextmanager
+def _files_in(directory_fd: int, pinned: Pinned) -> Iterator[tuple[int, ...]]:
     names = [file.name for file in pinned.manifest.files]
     assert all(name in IMAGE_FILES for name in names)  # decode() saw to it: they become paths here
-    temporary = {name: directory / f".{name}.part" for name in names}
+    temporary = {name: f".{name}.part" for name in names}
     fds: list[int] = []
     done = False
     try:
         for file in pinned.manifest.files:
-            fds.append(os.open(temporary[file.name], os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+            flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
+            fds.append(os.open(temporary[file.name], flags, 0o600, dir_fd=directory_fd))
             os.ftruncate(fds[-1], file.size)
         yield tuple(fds)
         for fd in fds:
             os.fsync(fd)
         for name in reversed(names):
-            os.rename(temporary[name], directory / name)
+            os.rename(temporary[name], name, src_dir_fd=directory_fd, dst_dir_fd=directory_fd)
             done = True  # from here on the files are good, and only a crash can leave some of them unnamed
-        _sync(directory)
-        if made:
-            _sync(directory.parent)
+        os.fsync(directory_fd)
     finally:
         for fd in fds:
             os.close(fd)
         if not done:
-            for path in temporary.values():
-                path.unlink(missing_ok=True)
-            if made:
-                with contextlib.suppress(OSError):
-                    directory.rmdir()
+            for name in temporary.values():
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(name, dir_fd=directory_fd)
 
 
 def _sync(directory: Path) -> None:

@@ -10,15 +10,16 @@ unlinked. Whoever opens an image holds the directory's lock meanwhile: two mount
 promised the same room. Every call here blocks, and may do so for as long as a disk hangs.
 """
 
+import errno
 import fcntl
 import hashlib
 import os
 import re
-import shutil
+import stat
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,28 +27,36 @@ from pathlib import Path
 import structlog
 
 from streamd.errors import NotFound, Refused, StreamdError
+from streamd.safe_paths import NotAFile, SafeDirectory, open_beneath, open_regular, read_regular
 from streamd.serve.cache_policy import DiskSpace, Limits, Newcomer, Resident, room_bytes, victims
 from streamd.serve.node_cache import (
     FILES,
+    FULL,
     CacheUnusable,
     NodeCache,
     are_files_held,
-    is_current,
+    has_only_files,
+    is_begun,
+    is_lock_misplaced,
     lock_image,
     open_image,
     opened,
+    opened_image,
     owner_of,
 )
 from streamd.serve.plan import Layout
 from streamd.serve.sealing import NotSealed, is_sealed, seal
 from streamd.snapshot.frames import Decoder
-from streamd.snapshot.manifest import Codec, ImageFile, decode, manifest_digest
+from streamd.snapshot.manifest import MAX_MANIFEST_BYTES, Codec, ImageFile, decode, manifest_digest
 
 log = structlog.get_logger()
 
 # A deployment that replaces an image has settled by then; what an hour's restores may need again is still there.
 RECENT_S = 3600.0
+_PARTS = ("images", "pins")
 _KEY = re.compile(r"[0-9a-f]{64}")
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY
+_NUMBER_BYTES = 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +97,8 @@ def open_cache(
     Raises: `Refused` when another process owns the image; `CacheUnusable` for everything else that is wrong.
     """
     key = hashlib.sha256(manifest_digest(manifest) + source.encode(errors="surrogateescape")).hexdigest()
-    wanted_bytes = sum(length for chunk, length in enumerate(layout.length) if not layout.is_zero(chunk))
     try:
+        _check_if_there(directory, mends=True)
         with opened(directory, make=True) as checked:
             checked.make_directory("images")
         opened(directory / "images").close()
@@ -103,22 +112,30 @@ def open_cache(
         )
         with _locked(directory):
             _discard_leftovers(directory)
-            if space is not None:
-                space = replace(space, free_bytes=space.free_bytes + _trash_bytes(directory))
-            images = {image.key: image for image in _images(directory)}
-            before = images.pop(key, None)
-            newcomer = Newcomer(wanted_bytes, before.disk_bytes if before else 0, before.used_s if before else None)
-            cache = open_image(directory / "images" / key, manifest, files or decode(manifest).files, layout, owner)
+            room = _Room(directory, key, layout.data_bytes, limits)
+
+            def begin() -> NodeCache:
+                image_files = files or decode(manifest).files
+                cache = open_image(directory / "images" / key, manifest, image_files, layout, owner)
+                try:
+                    cache.room_bytes, _ = room.make()
+                    cache.reserve_bytes = limits.reserve_bytes
+                    cache.promise()
+                    cache.note_used()
+                except BaseException:
+                    cache.close()
+                    raise
+                return cache
+
             try:
-                cache.room_bytes = _make_room(directory, newcomer, images.values(), limits=limits, space=space)
-                cache.reserve_bytes = limits.reserve_bytes
-                cache.promise()
-                cache.note_used()
-            except BaseException:
-                cache.close()
-                raise
+                cache = begin()
+            except OSError as error:
+                if error.errno not in FULL or not room.make_at_once():
+                    raise
+                cache = begin()
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
+    cache.make_room = room.make_more
     cache.freeing = threading.Thread(target=_remove_trash, args=(directory,), name="cache-sweep", daemon=True)
     cache.freeing.start()
     return cache
@@ -126,13 +143,13 @@ def open_cache(
 
 @contextmanager
 def _locked(directory: Path) -> Iterator[None]:
-    """Hold the directory's lock: two mounts that begin at once must not be promised the same room."""
-    fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX)
+    """Hold the directory's lock: two mounts that begin at once must not be promised the same room.
+
+    Nothing that is done meanwhile may wait for anybody: all other mounts wait for this.
+    """
+    with opened(directory) as held:
+        fcntl.flock(held.fd, fcntl.LOCK_EX)
         yield
-    finally:
-        os.close(fd)
 
 
 def _space(directory: Path) -> DiskSpace | None:
@@ -144,18 +161,49 @@ def _space(directory: Path) -> DiskSpace | None:
     return None
 
 
-def _make_room(
-    directory: Path, newcomer: Newcomer, images: Iterable[CachedImage], *, limits: Limits, space: DiskSpace | None
-) -> int:
-    """Remove of the other `images` what the policy chooses for the newcomer; give the bytes that it may take up."""
-    others = [_resident(image) for image in images]
-    for image in victims(newcomer, others, limits=limits, space=space, now_s=time.time()):
-        if not _remove_if_idle(directory / "images" / image.key):  # somebody verifies it just now
-            continue
-        others.remove(image)
+class _Room:
+    """Makes room for one image by removing others, under the directory's lock; made before the image is opened."""
+
+    def __init__(self, directory: Path, key: str, wanted_bytes: int, limits: Limits) -> None:
+        self._directory = directory
+        self._key = key
+        self._limits = limits
+        self._newcomer = Newcomer(wanted_bytes, 0, None)
+        with suppress(OSError), opened(directory / "images") as images, _image(images, key) as image:
+            self._newcomer = Newcomer(wanted_bytes, _disk_bytes(images, key), _used_s(image.fd))
+
+    def make(self) -> tuple[int, bool]:
+        """Remove what the policy chooses; give the bytes that the image may take up, and whether any other left."""
+        newcomer = self._newcomer
+        space = _space(self._directory)
         if space is not None:
-            space = replace(space, free_bytes=space.free_bytes + image.disk_bytes)
-    return room_bytes(newcomer, others, limits=limits, space=space)
+            space = replace(space, free_bytes=space.free_bytes + _trash_bytes(self._directory))
+        others = [_resident(image) for image in _images(self._directory) if image.key != self._key]
+        has_left = False
+        for image in victims(newcomer, others, limits=self._limits, space=space, now_s=time.time()):
+            if not _remove_if_idle(self._directory / "images" / image.key):  # somebody verifies it just now
+                continue
+            has_left = True
+            others.remove(image)
+            if space is not None:
+                space = replace(space, free_bytes=space.free_bytes + image.disk_bytes)
+        return room_bytes(newcomer, others, limits=self._limits, space=space), has_left
+
+    def make_at_once(self) -> bool:
+        """Remove and free, before this returns; false when there was nothing."""
+        _, has_left = self.make()
+        return _remove_trash(self._directory) or has_left
+
+    def make_more(self) -> bool:
+        """Do so for an image that is being used, whose disk others have filled; takes the lock."""
+        try:
+            with _locked(self._directory):
+                with opened(self._directory / "images") as images:
+                    self._newcomer = replace(self._newcomer, disk_bytes=_disk_bytes(images, self._key))
+                return self.make_at_once()
+        except (CacheUnusable, OSError) as error:
+            log.warning("no room can be made in the cache", reason=str(error))
+            return False
 
 
 def _resident(image: CachedImage) -> Resident:
@@ -172,14 +220,14 @@ def _resident(image: CachedImage) -> Resident:
 def pin_image(directory: Path, key: str) -> None:
     """Keep an image until it is unpinned, whether it is used or not. Raises: `NotFound`, `CacheUnusable`."""
     try:
-        _check_if_there(directory)
+        _check_if_there(directory, mends=True)
         if not _KEY.fullmatch(key) or not (directory / "images" / key).is_dir():
             raise NotFound(f"no image {key[:80]} in {directory}")
         with _locked(directory):  # who makes room now has seen it unpinned
             if not (directory / "images" / key).is_dir():
                 raise NotFound(f"image {key} has just left {directory}")
-            (directory / "pins").mkdir(mode=0o700, exist_ok=True)
-            (directory / "pins" / key).touch(mode=0o600)
+            with opened(directory / "pins", make=True) as pins:
+                os.close(open_regular(pins.fd, key, os.O_WRONLY | os.O_CREAT))
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
 
@@ -189,18 +237,23 @@ def unpin_image(directory: Path, key: str) -> None:
     try:
         if not _KEY.fullmatch(key):
             raise FileNotFoundError(key)
-        _check_if_there(directory)
-        (directory / "pins" / key).unlink()
+        _check_if_there(directory, mends=False)
+        with opened(directory / "pins") as pins:
+            pins.unlink(key)
     except FileNotFoundError as error:
         raise NotFound(f"image {key[:80]} is not pinned in {directory}") from error
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
 
 
-def list_images(directory: Path) -> list[CachedImage]:
-    """Describe every image of a cache directory, least recently used first. Raises: `CacheUnusable`."""
+def list_images(directory: Path, *, mends: bool = False) -> list[CachedImage]:
+    """Describe every image of a cache directory, least recently used first; `mends` as `_check_if_there` does.
+
+    Raises: `CacheUnusable`.
+    """
     try:
-        _check_if_there(directory)
+        if "images" in _check_if_there(directory, mends=mends):
+            return []
         return sorted(_images(directory), key=lambda image: image.used_s)
     except OSError as error:
         raise CacheUnusable(f"cache directory {directory}: {error}") from error
@@ -213,11 +266,11 @@ def clear_images(directory: Path, key: str | None = None) -> tuple[list[CachedIm
     """
     removed: list[CachedImage] = []
     left: list[CachedImage] = []
-    for image in list_images(directory):
+    for image in list_images(directory, mends=True):
         if key is not None and image.key != key:
             continue
         may_go = image.owner is None and not image.is_pinned
-        gone = may_go and _remove_if_idle(directory / "images" / image.key)
+        gone = may_go and _remove_alone(directory / "images" / image.key)
         (removed if gone else left).append(image)
     _remove_trash(directory)
     return removed, left
@@ -235,22 +288,32 @@ class VerifiedImage:
 def verify_images(directory: Path, *, repair: bool = True) -> list[VerifiedImage]:
     """Check every cached chunk of every image that no process owns; with `repair`, forget the bad, seal the whole.
 
-    An image whose own files can't be read any more is removed and reported with all its chunks bad.
+    An image whose own files can't be read any more is removed and reported with all its chunks bad. One that was never
+    begun (its process died over it, or the disk was full) says nothing that could be wrong: it is removed.
     Raises: `CacheUnusable`.
     """
-    idle = (image for image in list_images(directory) if image.owner is None)
-    return [_verify_image(directory / "images" / image.key, repair=repair) for image in idle]
+    idle = (image for image in list_images(directory, mends=repair) if image.owner is None)
+    checked = (_verify_image(directory / "images" / image.key, repair=repair) for image in idle)
+    return [image for image in checked if image is not None]
 
 
-def _verify_image(path: Path, *, repair: bool) -> VerifiedImage:
+def _verify_image(path: Path, *, repair: bool) -> VerifiedImage | None:
     try:
-        manifest = (path / "manifest").read_bytes()
+        with opened_image(path) as image:
+            if not has_only_files(image.fd):
+                raise CacheUnusable(f"{path} has something that is not a file")
+            if not is_begun(image.fd):
+                if repair:
+                    _remove_alone(path)
+                    _remove_trash(path.parent.parent)
+                return None
+            manifest = read_regular(image.fd, "manifest", MAX_MANIFEST_BYTES + 1)
         decoded = decode(manifest)
         layout = Layout(decoded.table)
         cache = open_image(path, manifest, decoded.files, layout, owner="cache verify")
     except (OSError, StreamdError):
         if repair:
-            _remove_if_idle(path)
+            _remove_alone(path)
             _remove_trash(path.parent.parent)
         return VerifiedImage(path.name, 0, (0,))
     decoder = Decoder()
@@ -267,7 +330,7 @@ def _verify_image(path: Path, *, repair: bool) -> VerifiedImage:
                 bad.append(chunk)
                 if repair:
                     cache.forget(chunk)
-        is_whole = cached == len(layout) - layout.codec.count(Codec.ZERO)
+        is_whole = cached == len(layout) - layout.zero_chunks
         if repair and is_whole and not bad and not is_sealed(cache, decoded.files):
             try:
                 seal(cache, decoded.files, layout)
@@ -280,95 +343,176 @@ def _verify_image(path: Path, *, repair: bool) -> VerifiedImage:
     return VerifiedImage(path.name, cached, tuple(bad))
 
 
-def _check_if_there(directory: Path) -> None:
+def _check_if_there(directory: Path, *, mends: bool) -> set[str]:
     """Refuse a cache in which others could change what its paths lead to: nothing there is locked, moved or removed.
 
-    Raises: `CacheUnusable`, `OSError`.
+    What isn't the cache's but has the name of a part of it is ignored, with a line, and set aside by who `mends`: its
+    owner's worker, if it was broken into, may put anything there. A directory of images is never moved, but refused.
+    Gives the names that are to be ignored. Raises: `CacheUnusable`, `OSError`.
     """
-    for path in (directory, directory / "images", directory / "pins"):
-        with suppress(FileNotFoundError):
-            opened(path).close()
+    ignored = set()
+    with suppress(FileNotFoundError), opened(directory) as held:
+        for name in _PARTS:
+            try:
+                opened(directory / name).close()
+            except (OSError, CacheUnusable) as error:
+                if isinstance(error, OSError) and error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise
+                _pass_over(held, name, error, mends=mends)
+                ignored.add(name)
+    return ignored
+
+
+def _pass_over(held: SafeDirectory, name: str, problem: Exception, *, mends: bool) -> None:
+    try:
+        is_directory = stat.S_ISDIR(held.stat(name).st_mode)
+    except FileNotFoundError:
+        return
+    if is_directory and name == "images":
+        raise problem
+    log.warning("not the cache's own: ignored", path=str(held.path / name), reason=str(problem), is_set_aside=mends)
+    if mends:
+        with suppress(FileNotFoundError):  # by somebody else, in this moment
+            held.rename(name, _trash_name())
+
+
+def _trash_name() -> str:
+    return f"trash-{uuid.uuid4().hex}"
 
 
 def _discard_leftovers(directory: Path) -> None:
-    """Move out what no process owns and none can use: begun by one that died, or of another format."""
-    for entry in os.scandir(directory / "images"):
-        path = Path(entry.path)
-        with suppress(OSError):  # one image that can't be read costs itself
-            if entry.is_dir(follow_symlinks=False) and not is_current(path):
-                _remove_if_idle(path)
+    """Move out what no process owns and none can use: begun by one that died, of another format, or damaged."""
+    with opened(directory / "images") as images:
+        for entry in images.scandir():
+            with suppress(OSError):  # one image that can't be read costs itself
+                if not entry.is_dir(follow_symlinks=False):
+                    images.unlink(entry.name)
+                    continue
+                with _image(images, entry.name) as image:
+                    is_usable = is_begun(image.fd) and has_only_files(image.fd) and not is_lock_misplaced(image.fd)
+                if not is_usable:
+                    _remove_if_idle(directory / "images" / entry.name)
 
 
 def _trash_bytes(directory: Path) -> int:
     """Bytes about to be free. Ask after the free ones: what is freed in between is missed then, not doubled."""
-    return sum(_disk_bytes(Path(entry.path)) for entry in os.scandir(directory) if entry.name.startswith("trash-"))
+    with opened(directory) as held:
+        trash = [entry for entry in held.scandir() if _is_trash(entry) and entry.is_dir(follow_symlinks=False)]
+        return sum(_disk_bytes(held, entry.name) for entry in trash)
 
 
-def _remove_trash(directory: Path) -> None:
-    with suppress(OSError):
-        for entry in os.scandir(directory):
-            if entry.name.startswith("trash-"):
-                shutil.rmtree(entry.path, ignore_errors=True)
+def _remove_trash(directory: Path) -> bool:
+    """Free what has left the cache; tells whether anything had."""
+    has_any = False
+    with suppress(OSError, CacheUnusable), opened(directory) as held:
+        for entry in held.scandir():
+            if not _is_trash(entry):
+                continue
+            has_any = True
+            if entry.is_dir(follow_symlinks=False):
+                held.remove_tree(entry.name)
+            else:
+                held.unlink(entry.name, missing_ok=True)
+    return has_any
+
+
+def _is_trash(entry: os.DirEntry[str]) -> bool:
+    return entry.name.startswith("trash-")
+
+
+def _image(images: SafeDirectory, key: str) -> SafeDirectory:
+    """Open an image's directory to look at it, whoever may write in it. Raises: OSError."""
+    return SafeDirectory(images.path / key, open_beneath(images.fd, key, _DIRECTORY))
 
 
 def _images(directory: Path) -> Iterator[CachedImage]:
     try:
-        entries = list(os.scandir(directory / "images"))
+        images = opened(directory / "images")
     except FileNotFoundError:
         return
-    for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
-            try:
-                yield _describe(Path(entry.path))
-            except FileNotFoundError:
-                pass
-            except OSError:  # it can still be cleared
-                yield CachedImage(entry.name, 0, 0, 0.0, None, False)
+    with images:
+        pins = _pins(directory)
+        for entry in images.scandir():
+            if entry.is_dir(follow_symlinks=False):
+                try:
+                    with _image(images, entry.name) as image:
+                        yield _describe(images, image, is_pinned=entry.name in pins)
+                except FileNotFoundError:
+                    pass
+                except OSError:  # it can still be cleared
+                    yield CachedImage(entry.name, 0, 0, 0.0, None, False)
 
 
-def _describe(path: Path) -> CachedImage:
-    is_pinned = (path.parent.parent / "pins" / path.name).exists()
-    return CachedImage(path.name, _disk_bytes(path), _promised(path), _used_s(path), owner_of(path), is_pinned)
+def _pins(directory: Path) -> set[str]:
+    with suppress(OSError, CacheUnusable), opened(directory / "pins") as pins:  # what isn't ours pins nothing
+        return set(pins.names())
+    return set()
 
 
-def _disk_bytes(path: Path) -> int:
+def _describe(images: SafeDirectory, image: SafeDirectory, *, is_pinned: bool) -> CachedImage:
+    key = image.path.name
+    return CachedImage(
+        key, _disk_bytes(images, key), _promised(image.fd), _used_s(image.fd), owner_of(image.fd), is_pinned
+    )
+
+
+def _disk_bytes(parent: SafeDirectory, name: str) -> int:
     """What a directory's files take up; what vanishes meanwhile takes up nothing."""
     blocks = 0
-    for directory, _, names in os.walk(path):
-        for name in names:
-            with suppress(FileNotFoundError):
-                blocks += os.stat(os.path.join(directory, name), follow_symlinks=False).st_blocks
+    with suppress(FileNotFoundError):
+        for _, _, names, fd in os.fwalk(name, dir_fd=parent.fd, follow_symlinks=False):
+            for other in names:
+                with suppress(FileNotFoundError):
+                    blocks += os.stat(other, dir_fd=fd, follow_symlinks=False).st_blocks
     return 512 * blocks
 
 
-def _used_s(path: Path) -> float:
+def _used_s(image_fd: int) -> float:
     try:
-        return (path / "head").stat().st_mtime
+        return os.stat("head", dir_fd=image_fd, follow_symlinks=False).st_mtime
     except FileNotFoundError:  # half-made
         return 0.0
 
 
-def _promised(path: Path) -> int:
+def _promised(image_fd: int) -> int:
     try:
-        return int((path / "promised").read_text()[:20])
+        return int(read_regular(image_fd, "promised", _NUMBER_BYTES))
     except (OSError, ValueError):
         return 0
+
+
+def _remove_alone(path: Path) -> bool:
+    """Do as `_remove_if_idle` does, for whom doesn't hold the cache directory's lock."""
+    try:
+        with _locked(path.parent.parent):
+            return _remove_if_idle(path)
+    except (CacheUnusable, OSError):
+        return False
 
 
 def _remove_if_idle(path: Path) -> bool:
     """Take an image out of the cache unless a process owns it: by rename, so that nobody sees a half of it.
 
     Or unless its files are mounted: who owned it may have died, and the next one not be there yet (`daemon.life`).
+    The caller holds the directory's lock, under which images begin: where something else was put in the place of the
+    image's own lock, that alone keeps two from taking it out, the second one after it was begun anew.
     """
     try:
-        fd = lock_image(path, None)
+        with opened(path.parent.parent) as directory, opened(path.parent) as images, _image(images, path.name) as image:
+            fd = -1
+            try:
+                fd = lock_image(path, image.fd, None)
+            except NotAFile:
+                if not is_lock_misplaced(image.fd):
+                    return False
+            try:
+                with suppress(OSError):  # not there, or not to be opened
+                    if are_files_held(FILES, image.fd):
+                        return False
+                images.rename(path.name, _trash_name(), to=directory)
+            finally:
+                if fd >= 0:
+                    os.close(fd)
     except (Refused, CacheUnusable, OSError):
         return False
-    try:
-        with suppress(OSError):  # not there, or not to be opened
-            if are_files_held(path / FILES):
-                return False
-        path.rename(path.parent.parent / f"trash-{uuid.uuid4().hex}")
-    finally:
-        os.close(fd)
     return True

@@ -3,15 +3,30 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from streamd.errors import StreamdError
+from streamd.errors import Exit, StreamdError
 from streamd.serve.classify import ReadClassifier
 from streamd.serve.learning import Sampler
 from streamd.serve.order import Want
 from streamd.store.port import Buffer
 
+# Kinds of `ReadFailed` that no store's error has.
+BY_OPERATOR = "operator"
+BY_KERNEL_LIMIT = "kernel-limit"
+INTERNAL = "internal"
+ENDING = "ending"  # the mount goes
+UNHEARD = "unheard"  # nobody waits for the answer any more
+
 
 class ReadFailed(StreamdError):
-    """A read can't be answered: the policy's last step, or somebody asked for it. The kernel is told EIO."""
+    """A read can't be answered: the policy's last step, or somebody asked for it. The kernel is told EIO.
+
+    `kind` is that of the store's error, or one of those above.
+    """
+
+    def __init__(self, message: str, *, kind: str, exit_code: Exit = Exit.FAILED) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.exit_code = exit_code
 
 
 @dataclass(frozen=True, slots=True)

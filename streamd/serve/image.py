@@ -7,6 +7,7 @@ All state belongs to the Trio thread that runs `run`.
 
 import itertools
 import secrets
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -17,7 +18,7 @@ import trio
 
 from streamd.config import Config, Prefetch
 from streamd.serve.classify import ReadClassifier
-from streamd.serve.handles import Handle, Opener, PendingRead, ReadFailed
+from streamd.serve.handles import BY_KERNEL_LIMIT, ENDING, UNHEARD, Handle, Opener, PendingRead, ReadFailed
 from streamd.serve.learning import Confidence
 from streamd.serve.memory import Accountant
 from streamd.serve.node_cache import NodeCache
@@ -28,7 +29,7 @@ from streamd.serve.record import Recorder
 from streamd.serve.residency import Residency
 from streamd.serve.scheduler import RunBlocking, Scheduler
 from streamd.serve.stats import ServeStats
-from streamd.snapshot.manifest import Codec
+from streamd.serve.store_wait import StoreWait
 from streamd.snapshot.names import IMAGE_FILES, PAGES
 from streamd.snapshot.trace import Sample
 from streamd.store.catalog import Pinned
@@ -40,6 +41,7 @@ _WATCH_S = 0.5
 _LOAD_BYTES = 1 << 20
 # Kept for reads that somebody waits for, whatever prefetch does: both halves of one window of 128 × 256 KiB.
 _DEMAND_RESERVE_BYTES = 64 << 20
+_KERNEL_LIMIT = "the kernel would end the whole mount if this read waited any longer"
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +113,7 @@ class ServedImage:
             recorder=recorder,
             run_blocking=run_blocking,
         )
+        self._store_wait = StoreWait()
         self._recorder = recorder
         self._on_sample = on_sample
         self._prefetch = prefetch
@@ -135,7 +138,7 @@ class ServedImage:
                 nursery.start_soon(self._watch)
                 task_status.started()
         finally:
-            self.fail(lambda _: True, "the mount is going away")
+            self.fail(lambda _: True, "the mount is going away", kind=ENDING)
             await self._residency.finish(timeout_s=2.0)
 
     async def settle(self) -> None:
@@ -214,7 +217,7 @@ class ServedImage:
         """Close a handle; reads of it that still wait are failed."""
         handle = self._handles.pop(number, None)
         if handle is not None:
-            handle.fail(ReadFailed("the file was closed"))
+            handle.fail(ReadFailed("the file was closed", kind=UNHEARD))
             self._learn(handle)
             if self._recorder is not None:
                 self._recorder.closed(number, trio.current_time())
@@ -234,11 +237,14 @@ class ServedImage:
         """Handles of a file that are open."""
         return [handle for handle in self._handles.values() if handle.file_name == name]
 
-    def fail(self, chosen: Callable[[Handle], bool], reason: str) -> int:
-        """Fail the reads of the chosen handles, those that wait and all to come; give how many handles that were."""
+    def fail(self, chosen: Callable[[Handle], bool], reason: str, *, kind: str) -> int:
+        """Fail the reads of the chosen handles, those that wait and all to come; give how many handles that were.
+
+        `kind`: that of their `ReadFailed`.
+        """
         handles = [handle for handle in self._handles.values() if chosen(handle)]
         for handle in handles:
-            waiting = handle.fail(ReadFailed(reason))
+            waiting = handle.fail(ReadFailed(reason, kind=kind))
             level = log.warning if waiting else log.info
             level("reads of a handle are failed", handle=handle.number, waiting=waiting, reason=reason)
         return len(handles)
@@ -253,6 +259,7 @@ class ServedImage:
         file = self.files[handle.file_name]
         end = min(offset + size, file.size)
         if handle.failure is not None:
+            self.stats.failed(handle.failure)
             on_answer(handle.failure)
             return None
         if offset >= end:
@@ -295,7 +302,7 @@ class ServedImage:
             await over.wait()
         except trio.Cancelled:
             if read is not None and not result:
-                read.fail(ReadFailed("nobody waits for it any more"))
+                read.fail(ReadFailed("nobody waits for it any more", kind=UNHEARD))
             raise
         if isinstance(result[0], ReadFailed):
             raise result[0]
@@ -310,7 +317,7 @@ class ServedImage:
             self._scheduler.note_fault(file.base + start, file.base + end, file_end=file.base + file.size)
             if self._confidence is not None:
                 self._confidence.note(start, end)
-                self._scheduler.doubt_hot(self._confidence.is_in_doubt)
+                self._scheduler.trust_hot(self._confidence.trust)
                 if not self._confidence.holds:
                     self._lose_confidence()
         return want
@@ -328,7 +335,7 @@ class ServedImage:
         self._scheduler.kick()
 
     async def _watch(self) -> None:
-        """Notice a cache disk that hangs, and say so when reads wait for long."""
+        """Notice a cache disk that hangs, and a store that is away, and say so when reads wait for long."""
         reported_s = 0.0
         is_cache_lost = False
         while True:
@@ -337,12 +344,13 @@ class ServedImage:
             if self._recorder is not None and self.stats.cache_failure is not None and not is_cache_lost:
                 is_cache_lost = True
                 self._recorder.event(trio.current_time(), "cache-lost", self.stats.cache_failure)
-            waiting = [read for handle in self._handles.values() for read in handle.pending]
             now_s = trio.current_time()
+            self._store_wait.look(now_s, received_bytes=self._received_bytes, is_asked=self._scheduler.is_asking)
+            waiting = self._waiting()
             if self._read_limit_s is not None:
                 for read in waiting:
                     if now_s - read.began_s >= self._read_limit_s:
-                        read.fail(ReadFailed("the kernel would end the whole mount if this read waited any longer"))
+                        read.fail(ReadFailed(_KERNEL_LIMIT, kind=BY_KERNEL_LIMIT))
             oldest_s = max((now_s - read.began_s for read in waiting), default=0.0)
             if oldest_s >= self._policy.event_after_s and now_s - reported_s >= self._policy.event_after_s:
                 reported_s = now_s
@@ -353,22 +361,30 @@ class ServedImage:
                     last_failure=self._scheduler.last_failure,
                 )
 
+    def _waiting(self) -> list[PendingRead]:
+        return [read for handle in self._handles.values() for read in handle.pending]
+
+    @property
+    def _received_bytes(self) -> int:
+        return self.stats.origin_bytes + self._scheduler.arriving_bytes
+
     @property
     def is_whole(self) -> bool:
         """Whether the node cache has every chunk that isn't zeros, verified or not."""
-        return self._residency.cached_chunks == len(self._layout) - self._layout.codec.count(Codec.ZERO)
+        return self._residency.cached_chunks == len(self._layout) - self._layout.zero_chunks
 
     def status(self) -> dict[str, Any]:
         """Describe the image and what was served of it, for `streamd status --json` (README names the fields)."""
         layout, stats, now_s = self._layout, self.stats, trio.current_time()
-        stored_bytes = sum(layout.frame_bytes)
+        long_s = self._policy.event_after_s
+        long_waiting = Counter(read.want for read in self._waiting() if now_s - read.began_s >= long_s)
         return {
             "snapshot": self.manifest.snapshot_id,
             "digest": self.digest.hex(),
             "image_bytes": layout.start[-1],
-            "stored_bytes": stored_bytes,
+            "stored_bytes": layout.stored_bytes,
             "chunks": len(layout),
-            "zero_chunks": layout.codec.count(Codec.ZERO),
+            "zero_chunks": layout.zero_chunks,
             "cached_chunks": self._residency.cached_chunks,
             "is_caching": self._residency.is_caching,
             "cache_failure": stats.cache_failure,
@@ -377,7 +393,7 @@ class ServedImage:
             "cache_evicted_chunks": self._residency.evicted_chunks,
             "cache_verified_chunks": stats.cache_hits_verified,
             "cache_written_bytes": stats.cache_written_bytes,
-            "origin_bytes": stats.origin_bytes + self._scheduler.arriving_bytes,
+            "origin_bytes": self._received_bytes,
             "origin_requests": stats.origin_requests,
             "fetched_chunks": stats.fetched_chunks,
             "fetched_bytes": stats.fetched_bytes,
@@ -395,9 +411,14 @@ class ServedImage:
             "hot_holds": self._confidence is not None,
             "store_failures": dict(stats.store_failures),
             "last_failure": self._scheduler.last_failure,
+            "store_wait_s": round(self._store_wait.seconds(now_s), 3),
             "waiting_chunks": self._scheduler.waiting_chunks,
             "prefetch_waits_for": self._scheduler.ahead_waits_for,
             "failed_reads": stats.failed_reads,
+            "failures": {
+                kind: {"reads": failures.reads, "message": failures.last.args[0], "exit_code": failures.last.exit_code}
+                for kind, failures in stats.failures.items()
+            },
             "memory_bytes": self._accountant.held_bytes,
             "memory_peak_bytes": self._accountant.peak_bytes,
             "memory_max_bytes": self._accountant.cap_bytes,
@@ -408,7 +429,7 @@ class ServedImage:
                     "waited": waits.waited,
                     "wait_s": round(waits.wait_s, 6),
                     "longest_s": round(waits.longest_s, 6),
-                    "stalled": waits.durations.at_least(self._policy.event_after_s),
+                    "stalled": waits.durations.at_least(long_s) + long_waiting[want],
                     "wait_p50_s": round(waits.durations.quantile_s(0.5), 6),
                     "wait_p99_s": round(waits.durations.quantile_s(0.99), 6),
                 }

@@ -16,6 +16,10 @@ files, and no read or write here does. Rules. One process owns an image's direct
 (`cache_directory.py`). A set bit is a hint, not a promise: after a crash of the machine the data may not have reached
 the disk, so whoever reads a chunk for the first time in its life verifies it. A chunk leaves bit first, bytes after.
 Every call here may block or fail; callers run them in threads and go on without the cache.
+
+The directory is its owner's, a worker's user, and a worker that was broken into may have put anything in the place of
+any file. So files are opened by name in a directory that is held open, nothing is followed or waited for, and an image
+with something else in a file's place is damaged (`has_only_files`): it is begun anew, or leaves.
 """
 
 import ctypes
@@ -28,14 +32,15 @@ import stat
 import threading
 import time
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from streamd.config import size_text
 from streamd.errors import Refused, StreamdError
-from streamd.safe_paths import SafeDirectory, UnsafePath
+from streamd.safe_paths import NotAFile, SafeDirectory, UnsafePath, open_regular, read_regular
 from streamd.snapshot.names import IMAGE_FILES
 
 if TYPE_CHECKING:  # the daemon's supervisor imports this, and does without numpy
@@ -46,6 +51,8 @@ CACHE_FORMAT = 2
 FILES = "files"
 SEALED = "sealed"
 SEALED_MODE = 0o400
+FULL = (errno.ENOSPC, errno.EDQUOT)
+_HEAD_MAX_BYTES = 64 << 10
 _LOCK_TRIES = 6
 _LOCK_PAUSE_S = 0.02
 # Unlinking a file of 100 GB takes a second or two; below the time after which a write counts as stalled.
@@ -69,12 +76,24 @@ def opened(path: Path, *, make: bool = False) -> SafeDirectory:
         raise CacheUnusable(f"cache directory {error}") from error
 
 
+def opened_image(path: Path, *, make: bool = False) -> SafeDirectory:
+    """Open an image's directory, which is no link. Raises: as `opened`."""
+    with opened(path.parent) as images:
+        try:
+            return images.open_directory(path.name, make=make)
+        except UnsafePath as error:
+            raise CacheUnusable(f"cache directory {error}") from error
+
+
+_OTHER_WAYS = "mount it with --no-cache, or use the daemon's image of it (streamd image ls)"
+
+
 class NodeCache:
     """One image's directory, owned by this process until `close`.
 
     `has` tells the bitmap as found at the start, and as changed since. `write` and `confirm` may be called from one
     thread only, reads from any. `room_bytes` is what the image may take up in all, `reserve_bytes` what its disk must
-    have free for more to be written.
+    have free for more to be written; `make_room` has other images leave a disk that is full, and says whether one did.
     """
 
     def __init__(
@@ -91,6 +110,7 @@ class NodeCache:
         self.path = path
         self.room_bytes = 0
         self.reserve_bytes = 0
+        self.make_room: Callable[[], bool] = lambda: False
         self.freeing: threading.Thread | None = None  # gives the disk back what left for this image
         self._directory_fd = directory_fd
         self._lock_fd = lock_fd
@@ -105,6 +125,10 @@ class NodeCache:
     def has(self, chunk: int) -> bool:
         """Whether the chunk's bit is set."""
         return bool(self._bits[chunk >> 3] & (1 << (chunk & 7)))
+
+    def bits(self) -> bytes:
+        """Give all bits as they are now, eight chunks a byte, the lowest the first."""
+        return bytes(self._bits)
 
     def read_nowait(self, view: memoryview, offset: int) -> int:
         """Fill `view` from the page cache only; give the bytes read, 0 when a disk would have to be waited for."""
@@ -129,7 +153,8 @@ class NodeCache:
 
     def write(self, data: bytes | bytearray | memoryview, offset: int) -> None:
         """Write a verified chunk; it counts once `confirm` has returned. Raises: OSError."""
-        self.unseal()
+        if not self._unsynced:
+            self.unseal()
         fd, at = self._locate(offset)
         if fd in self._read_only:
             _make_writable(fd)
@@ -181,7 +206,7 @@ class NodeCache:
         if self.freeing is not None:
             self.freeing.join(_FREEING_TIMEOUT_S)
         if not self._has_reserve():
-            raise OSError(errno.ENOSPC, f"the disk has less than its reserve of {self.reserve_bytes} bytes free")
+            raise OSError(errno.ENOSPC, f"the disk has less than its reserve of {size_text(self.reserve_bytes)} free")
 
     def _has_reserve(self) -> bool:
         try:
@@ -211,7 +236,9 @@ class NodeCache:
 
     def promise(self) -> None:
         """Write down `room_bytes`, for the mounts that count what is left of the limit. Raises: OSError."""
-        (self.path / "promised").write_text(str(self.room_bytes))
+        fd = open_regular(self._directory_fd, "promised", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        with os.fdopen(fd, "wb") as file:
+            file.write(str(self.room_bytes).encode())
 
     def note_used(self) -> None:
         """Count the image as used now. Raises: OSError."""
@@ -234,19 +261,23 @@ def open_image(path: Path, manifest: bytes, files: "Sequence[ImageFile]", layout
 
     Raises: `Refused` when another process owns it; `CacheUnusable`, `OSError`.
     """
-    image_fd = opened(path, make=True).fd  # from here on nobody else can change what paths in it lead to
+    image_fd = opened_image(path, make=True).fd
     fds = [image_fd]
+    is_new = False
     try:
-        lock_fd = lock_image(path, owner)
+        lock_fd = lock_image(path, image_fd, owner)
         fds.append(lock_fd)
         sizes = {file.name: file.size for file in files}
         assert tuple(sizes) == IMAGE_FILES  # `decode` saw to it: they become paths here
         head = {"format": CACHE_FORMAT, "chunks": len(layout), "bytes": layout.start[-1], "files": sizes}
-        if not _is_ours(path, head, manifest):
-            _begin(path, head, manifest)
-        flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-        (path / FILES).mkdir(mode=0o700, exist_ok=True)
-        directory_fd = os.open(path / FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+        is_new = not _is_ours(image_fd, head, manifest)
+        if is_new:
+            _clear(image_fd)
+            _write_new(image_fd, "manifest", manifest)
+        flags = os.O_RDWR | os.O_CREAT
+        with suppress(FileExistsError):
+            os.mkdir(FILES, 0o700, dir_fd=image_fd)
+        directory_fd = open_files(image_fd)
         try:
             for name, size in sizes.items():
                 fd = _open_file(name, flags, directory_fd)
@@ -257,13 +288,18 @@ def open_image(path: Path, manifest: bytes, files: "Sequence[ImageFile]", layout
                     os.ftruncate(fd, size)
         finally:
             os.close(directory_fd)
-        resident_fd = os.open(path / "resident", flags, 0o600)
+        resident_fd = open_regular(image_fd, "resident", flags)
         fds.append(resident_fd)
         bitmap_bytes = (len(layout) + 7) // 8
         os.posix_fallocate(resident_fd, 0, max(bitmap_bytes, 1))  # the disk may be full when its bits are to be set
         bits = bytearray(os.pread(resident_fd, bitmap_bytes, 0))
         bits.extend(bytes(bitmap_bytes - len(bits)))
+        if is_new:
+            _write_new(image_fd, "head", json.dumps(head).encode())  # last: what has none was never begun
     except BaseException:
+        if is_new:
+            with suppress(OSError):  # it says nothing, but takes room of a disk that may be full
+                _clear(image_fd)
         for fd in fds:
             os.close(fd)
         raise
@@ -284,9 +320,14 @@ def _open_file(name: str, flags: int, directory_fd: int) -> int:
     (`NodeCache.write` has it written, if need be: opening alone must not break a seal.)
     """
     try:
-        return os.open(name, flags, 0o600, dir_fd=directory_fd)
+        return open_regular(directory_fd, name, flags)
     except PermissionError:
-        return os.open(name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
+        return open_regular(directory_fd, name, os.O_RDONLY)
+
+
+def open_files(image_fd: int) -> int:
+    """Open the directory of an image's files. Raises: `OSError`, also for what is no directory."""
+    return os.open(FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=image_fd)
 
 
 def _is_read_only(fd: int) -> bool:
@@ -305,45 +346,79 @@ def _make_writable(fd: int) -> None:
     os.close(writable_fd)
 
 
-def is_current(path: Path) -> bool:
-    """Whether a directory was begun in this format, and whole. Raises: OSError (but a missing head is an answer)."""
+def is_begun(image_fd: int) -> bool:
+    """Whether a directory was begun in this format. Raises: OSError (but a missing head is an answer)."""
     try:
-        head = json.loads((path / "head").read_bytes())
-    except (FileNotFoundError, ValueError, RecursionError):
+        head = json.loads(read_regular(image_fd, "head", _HEAD_MAX_BYTES))
+    except (FileNotFoundError, NotAFile, ValueError, RecursionError):
         return False
     return isinstance(head, dict) and head.get("format") == CACHE_FORMAT
 
 
-def _is_ours(path: Path, head: dict[str, object], manifest: bytes) -> bool:
+def has_only_files(image_fd: int) -> bool:
+    """Whether all that an image has is regular files, here and in `files`. Raises: OSError."""
+    with os.scandir(image_fd) as entries:
+        is_file = {entry.name: entry.is_file(follow_symlinks=False) for entry in entries}
+    if is_file.pop(FILES, None) is not None:
+        try:
+            files_fd = open_files(image_fd)
+        except NotADirectoryError:  # the kernel says this of a link, too
+            return False
+        try:
+            with os.scandir(files_fd) as entries:
+                is_file |= {f"{FILES}/{entry.name}": entry.is_file(follow_symlinks=False) for entry in entries}
+        finally:
+            os.close(files_fd)
+    return all(is_file.values())
+
+
+def is_lock_misplaced(image_fd: int) -> bool:
+    """Whether the lock is something that can't be locked, so that nobody owns the image. Raises: OSError."""
     try:
-        return bool(json.loads((path / "head").read_bytes()) == head and (path / "manifest").read_bytes() == manifest)
+        return not stat.S_ISREG(os.stat("lock", dir_fd=image_fd, follow_symlinks=False).st_mode)
+    except FileNotFoundError:
+        return False
+
+
+def _is_ours(image_fd: int, head: dict[str, object], manifest: bytes) -> bool:
+    try:
+        return bool(
+            json.loads(read_regular(image_fd, "head", _HEAD_MAX_BYTES)) == head
+            and read_regular(image_fd, "manifest", len(manifest) + 1) == manifest
+            and has_only_files(image_fd)
+        )
     except (OSError, ValueError, RecursionError):
         return False
 
 
-def _begin(path: Path, head: dict[str, object], manifest: bytes) -> None:
-    """Start an image's directory anew, under its lock; `head` comes last, so a half-made one is discarded."""
-    for entry in os.scandir(path):
-        if entry.is_dir(follow_symlinks=False):
-            shutil.rmtree(entry.path)
-        elif entry.name != "lock":
-            os.unlink(entry.path)
-    for name, content in (("manifest", manifest), ("head", json.dumps(head).encode())):
-        fd = os.open(path / name, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-        try:
-            view = memoryview(content)
-            while view:
-                view = view[os.write(fd, view) :]
-        finally:
-            os.close(fd)
+def _clear(image_fd: int) -> None:
+    """Remove all that an image's directory has, but its lock, under which this is done. Raises: OSError."""
+    with os.scandir(image_fd) as entries:
+        names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries if entry.name != "lock"}
+    for name, is_directory in names.items():
+        if is_directory:
+            shutil.rmtree(name, dir_fd=image_fd)
+        else:
+            os.unlink(name, dir_fd=image_fd)
 
 
-def lock_image(path: Path, owner: str | None) -> int:
+def _write_new(image_fd: int, name: str, content: bytes) -> None:
+    fd = open_regular(image_fd, name, os.O_WRONLY | os.O_CREAT | os.O_EXCL)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)
+
+
+def lock_image(path: Path, image_fd: int, owner: str | None) -> int:
     """Take an image's lock, and say in it who has it (`owner` None: for a moment only, by nobody worth naming).
 
-    The lock lives as long as the descriptor that is given. Raises: `Refused`, `CacheUnusable`, `OSError`.
+    `image_fd` is its directory, open. The lock lives as long as the descriptor that is given.
+    Raises: `Refused`, `CacheUnusable`, `OSError`.
     """
-    fd = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    fd = open_regular(image_fd, "lock", os.O_RDWR | os.O_CREAT)
     for attempt in range(_LOCK_TRIES):
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -355,8 +430,10 @@ def lock_image(path: Path, owner: str | None) -> int:
                 continue
             holder = os.pread(fd, 4096, 0).decode(errors="replace") or "another process"
             os.close(fd)
-            raise Refused(f"this snapshot is in use with this cache already, by {holder}") from None
-    if not _is_at(fd, path / "lock"):  # the directory was removed between our open and our lock
+            raise Refused(f"this snapshot is in use with this cache already, by {holder}; {_OTHER_WAYS}") from None
+    if not (
+        _is_at(image_fd, path) and _is_at(fd, "lock", image_fd)
+    ):  # the directory was removed between our open and our lock
         os.close(fd)
         raise CacheUnusable(f"{path} was removed while it was being opened")
     if owner is not None:
@@ -366,16 +443,19 @@ def lock_image(path: Path, owner: str | None) -> int:
     return fd
 
 
-def _is_at(fd: int, path: Path) -> bool:
+def _is_at(fd: int, path: str | Path, directory_fd: int | None = None) -> bool:
     try:
-        return os.path.samestat(os.fstat(fd), path.stat(follow_symlinks=False))
+        return os.path.samestat(os.fstat(fd), os.stat(path, dir_fd=directory_fd, follow_symlinks=False))
     except FileNotFoundError:
         return False
 
 
-def are_files_held(files: str | Path) -> bool:
-    """Whether a process holds a `files` directory, since it is mounted (flock). Waits for the disk. Raises: OSError."""
-    fd = os.open(files, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def are_files_held(files: str | Path, image_fd: int | None = None) -> bool:
+    """Whether a process holds a `files` directory, since it is mounted (flock). Waits for the disk. Raises: OSError.
+
+    Its path is absolute, or one from `image_fd`.
+    """
+    fd = os.open(files, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=image_fd)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -385,11 +465,11 @@ def are_files_held(files: str | Path) -> bool:
     return False
 
 
-def owner_of(path: Path) -> str | None:
+def owner_of(image_fd: int) -> str | None:
     """Say who owns an image's directory, None for nobody. Raises: `OSError`."""
     try:
-        fd = os.open(path / "lock", os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except FileNotFoundError:
+        fd = open_regular(image_fd, "lock", os.O_RDWR)
+    except (FileNotFoundError, NotAFile):
         return None
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -8,10 +8,12 @@ import errno
 import fcntl
 import mmap
 import os
+import sys
 from collections.abc import Iterator, Sequence
 
 import numpy as np
 
+from streamd.safe_paths import open_regular
 from streamd.serve.plan import Layout
 from streamd.snapshot.frames import chunk_digest
 from streamd.snapshot.manifest import ImageFile
@@ -76,6 +78,7 @@ class _DiskFile:
     def __init__(self, directory_fd: int, name: str) -> None:
         self._directory_fd = directory_fd
         self._name = name
+        self._hole = range(0)  # the last one that was found
         try:
             self._fd = self._open(os.O_DIRECT)
         except OSError as error:
@@ -84,8 +87,7 @@ class _DiskFile:
             self._fd = self._open(0)
 
     def _open(self, flag: int) -> int:
-        flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | flag
-        return os.open(self._name, flags, dir_fd=self._directory_fd)
+        return open_regular(self._directory_fd, self._name, os.O_RDONLY | flag)
 
     def close(self) -> None:
         """Close it."""
@@ -93,10 +95,15 @@ class _DiskFile:
 
     def is_hole(self, start: int, end: int) -> bool:
         """Whether no byte of [start, end) was ever written (lseek(2): SEEK_DATA)."""
+        if start not in self._hole:  # millions of zero chunks may lie in one
+            self._hole = range(start, self._data_from(start))
+        return end <= self._hole.stop
+
+    def _data_from(self, start: int) -> int:
         try:
-            return os.lseek(self._fd, start, os.SEEK_DATA) >= end
+            return os.lseek(self._fd, start, os.SEEK_DATA)
         except OSError as error:
-            return error.errno == errno.ENXIO  # no data to the end of the file
+            return sys.maxsize if error.errno == errno.ENXIO else start  # ENXIO: no data to the end of the file
 
     def read(self, buffer: memoryview, offset: int, size: int) -> None:
         """Fill the first `size` bytes of page-aligned memory. Raises: OSError, also when the file is too short."""
@@ -109,8 +116,8 @@ class _DiskFile:
             except OSError as error:
                 if error.errno != errno.EINVAL or not fcntl.fcntl(self._fd, fcntl.F_GETFL) & os.O_DIRECT:
                     raise
-                os.close(self._fd)
-                self._fd = self._open(0)
+                direct_fd, self._fd = self._fd, self._open(0)
+                os.close(direct_fd)
                 continue
             if got == 0:
                 raise OSError(errno.EIO, f"ends at byte {offset + done}", self._name)

@@ -14,7 +14,7 @@ from typing import TypeAlias
 import structlog
 import trio
 
-from streamd.serve.handles import Handle, PendingRead, ReadFailed
+from streamd.serve.handles import INTERNAL, UNHEARD, Handle, PendingRead, ReadFailed
 from streamd.serve.order import Want
 from streamd.serve.plan import Layout
 from streamd.serve.record import Recorder, Tier
@@ -73,7 +73,7 @@ class Reads:
             self._go_on(read)
         except Exception:  # here the next chunk's delivery would be lost with it
             log.exception("a read failed in an unforeseen way", start=read.start, end=read.end)
-            read.fail(ReadFailed("internal error"))
+            read.fail(ReadFailed("internal error; the log has the details", kind=INTERNAL))
 
     def _go_on(self, read: "_Read") -> None:
         """Look at every chunk again: what is in the cache file may have left it during a wait."""
@@ -104,7 +104,7 @@ class Reads:
         read.handle.pending.discard(read)
         if read.failure is not None:
             self._scheduler.leave(read.missing, read)
-            self._note_failure(read)
+            self._note_failure(read, read.failure)
         read.on_answer(answer)
 
     def chunks(self, start: int, end: int) -> range:
@@ -173,9 +173,12 @@ class Reads:
         self._stats.classes[read.want].note(size, waited_s)
         self._record(read, tier, waited_s or 0.0)
 
-    def _note_failure(self, read: "_Read") -> None:
-        self._stats.failed_reads += 1
-        self._record(read, Tier.FAILED, trio.current_time() - read.began_s)
+    def _note_failure(self, read: "_Read", failure: ReadFailed) -> None:
+        wait_s = trio.current_time() - read.began_s
+        if read.handle.number and failure.kind != UNHEARD:
+            self._stats.failed(failure)
+            self._stats.classes[read.want].note(0, wait_s)
+        self._record(read, Tier.FAILED, wait_s)
 
     def _record(self, read: "_Read", tier: Tier, wait_s: float) -> None:
         if self._recorder is not None:

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from enum import IntEnum
 
+import numpy as np
 import structlog
 import trio
 
@@ -71,19 +72,16 @@ class Residency:
         self._on_room = on_room
         self._cache = cache
         self._cache_room_bytes = 0 if cache is None else cache.room_bytes
-        self._places = bytearray(len(layout))
-        wanted_bytes = 0
-        for chunk in range(len(layout)):
-            if layout.is_zero(chunk):
-                self._places[chunk] = Place.ZERO
-                continue
-            wanted_bytes += layout.length[chunk]
-            if cache is not None and cache.has(chunk):
-                self._places[chunk] = Place.CACHED
-                self._cache_room_bytes -= layout.length[chunk]
+        places = np.full(len(layout), Place.ZERO, np.uint8)
+        places[layout.is_stored] = Place.ABSENT
+        if cache is not None:
+            cached = layout.cached(cache.bits())
+            places[cached] = Place.CACHED
+            self._cache_room_bytes -= layout.bytes_of(cached)
+        self._places = bytearray(places)
         # Of what the file has, what was read; None if everything fits. Never the small files: every mount needs them.
         self._leavable: ReadChunks | None = None
-        if cache is not None and cache.room_bytes < wanted_bytes:
+        if cache is not None and cache.room_bytes < layout.data_bytes:
             self._leavable = ReadChunks()
             self._first_leavable = layout.chunks(cache.first_pages_byte, cache.first_pages_byte + 1)[0]
         self.evicted_chunks = 0
@@ -158,6 +156,11 @@ class Residency:
     def is_absent(self, chunk: int) -> bool:
         """Whether only the store has it."""
         return self._places[chunk] == Place.ABSENT and self.held(chunk) is None
+
+    def next_absent(self, chunk: int) -> int:
+        """Give the first chunk, from this one on, that the cache file doesn't have; the number of chunks for none."""
+        found = self._places.find(Place.ABSENT, chunk)
+        return len(self._places) if found < 0 else found
 
     def held(self, chunk: int) -> Buffer | None:
         """Give a chunk's bytes if they are in memory."""

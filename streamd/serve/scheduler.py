@@ -22,6 +22,7 @@ from streamd.errors import StoreError, StoreErrorKind, StreamdError
 from streamd.serve import fetch as fetching
 from streamd.serve.gets import SECOND_TRIES_MAX, Get, Gets, Progress
 from streamd.serve.handles import PendingRead, ReadFailed
+from streamd.serve.learning import Trust
 from streamd.serve.limit import BackgroundLimit
 from streamd.serve.memory import Accountant
 from streamd.serve.order import WANTS, Key, Want, WantQueue
@@ -50,6 +51,9 @@ FAULT_GETS_RESERVED = 4
 TRICKLE_BYTES = 256 << 10
 # Decoded bytes of one background GET: bounds what one well compressed range can claim of the memory.
 RAW_BYTES_MAX = 32 << 20
+# Of the learned order, so many chunks are wanted: all of `trace.HOT_BYTES` in chunks of 32 KiB or more. Each costs 0.8
+# KB while it is, and an image may have chunks of a page.
+HOT_CHUNKS_MAX = 16384
 # Cached chunks that are verified in one thread hop, and how many such hops may run for what nobody has asked for.
 CHECK_CHUNKS = 16
 HOT_CHECKS_MAX = 2
@@ -59,7 +63,8 @@ BACKOFF = Backoff(first_s=0.1, limit_s=5.0)
 _TELL_S = 1.0
 # How often GETs that stand still are looked for, while there are any.
 _WATCH_S = 0.1
-# Chunks that no stopped thread waits for are taken over so often: at 800 Mbit/s two at a time, at one wake-up.
+# Chunks that no stopped thread waits for are taken over so often: at 800 Mbit/s two at a time, at one wake-up. Whoever
+# brings the next one looks at the time, since a timer of Trio's for each would cost as much again as taking them.
 GATHER_S = 0.005
 
 _STREAM_BEFORE_HOT = (Want.FAULT, Want.WINDOW, Want.STREAM, Want.HOT, Want.AHEAD)
@@ -123,19 +128,20 @@ class Scheduler:
         self.ahead_waits_for: str | None = None
         self._flights: dict[int, Flight] = {}
         self._queue = WantQueue()
-        self._wants = WANTS
+        self._trust = Trust.UNTRIED
         self._arrivals = 0
         self._hot_checks = 0
         # From the fetches' threads: what a GET has still to bring, one of its chunks, that chunk's bytes.
         self._arrived: deque[tuple[dict[int, int], int, Buffer]] = deque()
-        self._arrival = trio.Event()
         self._is_told = False
+        self._taken_s = -math.inf
         self._gets = Gets()
         self.limit = BackgroundLimit(get_bytes_max=fetch.get_bytes)
         self._limit_binds = False
         self.rate = FetchRate(fetch.max_bytes_per_s)
         self._stream_is_due = False
         self._pace_timer = False
+        self._timers = 0
         self._kicked = trio.Event()
         self._nursery: trio.Nursery | None = None
         self._limiter = trio.CapacityLimiter(fetch.fault_gets + fetch.background_gets + SECOND_TRIES_MAX)
@@ -149,7 +155,6 @@ class Scheduler:
         try:
             async with trio.open_nursery() as self._nursery:
                 self._nursery.start_soon(self._watch)
-                self._nursery.start_soon(self._gather)
                 task_status.started()
                 while True:
                     self._kicked = trio.Event()
@@ -175,6 +180,11 @@ class Scheduler:
     def waiting_chunks(self) -> int:
         """Chunks that a read waits for."""
         return sum(1 for flight in self._flights.values() if flight.readers)
+
+    @property
+    def is_asking(self) -> bool:
+        """Whether the store is asked for something, or will be again after a failure."""
+        return bool(len(self._gets)) or self._timers > self._pace_timer
 
     @property
     def arriving_bytes(self) -> int:
@@ -220,12 +230,13 @@ class Scheduler:
 
     def want_hot(self, ranges: Sequence[tuple[int, int]]) -> None:
         """Want the learned order: ranges of the image, in that order."""
+        left = HOT_CHUNKS_MAX
         for start, end in ranges:
-            self._foresee(start, end, Want.HOT)
+            left -= self._foresee(start, end, Want.HOT, chunks_max=left)
 
-    def doubt_hot(self, is_in_doubt: bool) -> None:
-        """Fetch what the stream waits for before the learned order, or after it."""
-        self._wants = _STREAM_BEFORE_HOT if is_in_doubt else WANTS
+    def trust_hot(self, trust: Trust) -> None:
+        """Fetch the learned order before what the stream waits for, in turns with it, or after it."""
+        self._trust = trust
 
     def forget_hot(self) -> None:
         """Want no more of the learned order than others want as well."""
@@ -240,12 +251,13 @@ class Scheduler:
                 self._ahead_cursor = min(self._ahead_cursor, chunk)
         self.kick()
 
-    def _foresee(self, start: int, end: int, want: Want) -> None:
-        if start >= end:
-            return
-        for chunk in self._layout.chunks(start, end):
+    def _foresee(self, start: int, end: int, want: Want, *, chunks_max: int | None = None) -> int:
+        """Want what is not here of the first chunks of a range; give how many there were."""
+        chunks = self._layout.chunks(start, end)[:chunks_max] if start < end else range(0)
+        for chunk in chunks:
             if not self._residency.is_here(chunk):
                 self.want(chunk, want, None)
+        return len(chunks)
 
     def leave(self, chunks: Iterable[int], reader: PendingRead) -> None:
         """Take a reader off the flights that it still waits for; what is under way goes on, for others."""
@@ -265,8 +277,9 @@ class Scheduler:
     # What is started next
 
     def _start_next(self) -> bool:
-        wants = _STREAM_BEFORE_HOT if self._stream_is_due else self._wants
-        for want in wants:  # of AHEAD, what is to be asked for a second time; the rest goes by the cursor
+        is_stream_first = self._stream_is_due or self._trust == Trust.IN_DOUBT
+        # Of AHEAD, what is to be asked for a second time; the rest goes by the cursor.
+        for want in _STREAM_BEFORE_HOT if is_stream_first else WANTS:
             chunk = self._queue.first(want)
             if chunk is None:
                 continue
@@ -284,12 +297,14 @@ class Scheduler:
             return False
         wanted = self._is_urgent if want <= Want.WINDOW else self._is_wanted
         plan = self._plan(chunk, wanted=wanted, get_bytes=get_bytes)
-        size = plan.raw_bytes + plan.transit_bytes
         demand = want in (Want.FAULT, Want.STREAM)
         if demand:
-            if not self._accountant.has_room_for_demand(size):
-                self._residency.shed(self._accountant.shortage_for_demand(size), unread_too=True)
-                if not self._accountant.has_room_for_demand(size):
+            if shortage := self._accountant.shortage_for_demand(plan.held_bytes):
+                self._residency.shed(shortage, unread_too=True)
+            if self._accountant.shortage_for_demand(plan.held_bytes):
+                # The only one may go beyond the cap, with as little as can be.
+                plan = self._plan(chunk, wanted=wanted, get_bytes=1)
+                if not self._accountant.has_room_for_demand(plan.held_bytes):
                     return False
         elif self._obstacle_ahead(plan) is not None:
             return False
@@ -307,7 +322,7 @@ class Scheduler:
         if self._gets.background >= self._fetch.background_gets:
             return 0
         size = self._background_size()
-        if want == Want.STREAM and self._stream_is_due:
+        if want == Want.STREAM and self._stream_is_due and self._trust != Trust.UNTRIED:
             size = min(size, TRICKLE_BYTES)
         if not self._is_time(size):
             return 0
@@ -362,8 +377,10 @@ class Scheduler:
             return False
         if self._has_cache and self._residency.cache is None:  # lost: what it had is to be fetched
             self._has_cache, self._ahead_cursor = False, 0
+        # Past millions of zero chunks in one step.
+        self._ahead_cursor = self._residency.next_absent(self._ahead_cursor)
         while self._ahead_cursor < len(self._layout) and not self._may_go_ahead(self._ahead_cursor):
-            self._ahead_cursor += 1
+            self._ahead_cursor = self._residency.next_absent(self._ahead_cursor + 1)
         if self._ahead_cursor == len(self._layout):
             self.ahead_waits_for = None
             return False
@@ -384,7 +401,7 @@ class Scheduler:
             return "the store"
         if self._residency.is_behind:
             return "the cache disk"
-        size = plan.raw_bytes + plan.transit_bytes
+        size = plan.held_bytes
         if not self._accountant.has_room_ahead(size):
             self._residency.shed(self._accountant.shortage_ahead(size), unread_too=False)
             if not self._accountant.has_room_ahead(size):
@@ -418,31 +435,31 @@ class Scheduler:
             flight.fetches += 1
             flight.get = get
             self._queue.remove(flight.chunk)
-        self._accountant.take(plan.raw_bytes + plan.transit_bytes)
+        self._accountant.take(plan.held_bytes)
         if demand:
             self._accountant.start_demand()
         if not get.is_urgent:
             self.limit.started(now_s)
-            # The learned order may have the rate for long, too: every other GET is then a small one for the stream.
-            self._stream_is_due = want == Want.HOT and self.rate.is_held_back(now_s)
+            # An order that nobody knows yet takes turns with the stream. One that has the rate for long, too: every
+            # other GET is then a small one.
+            self._stream_is_due = want == Want.HOT and (self._trust == Trust.UNTRIED or self.rate.is_held_back(now_s))
         self.rate.charge(plan.end - plan.start, now_s, is_urgent=get.is_urgent)
         self._gets.add(get)
         self._nursery.start_soon(self._run_fetch, get, flights)
 
     async def _run_fetch(self, get: Get, flights: list[Flight]) -> None:
-        token = trio.lowlevel.current_trio_token()
+        token, clock = trio.lowlevel.current_trio_token(), trio.lowlevel.current_clock()
         plan, progress = get.plan, get.progress
         left = {frame.chunk: frame.length for frame in plan.frames}
 
         def deliver(frame: FrameSpan, data: Buffer) -> None:
             """Hand a chunk to the Trio thread."""
             self._arrived.append((left, frame.chunk, data))
+            if self._is_told or not (get.is_urgent or clock.current_time() - self._taken_s >= GATHER_S):
+                return
+            self._is_told = True
             try:
-                if get.is_urgent:
-                    token.run_sync_soon(self._take_arrived, idempotent=True)
-                elif not self._is_told:
-                    self._is_told = True
-                    token.run_sync_soon(self._arrival.set)
+                token.run_sync_soon(self._take_arrived)
             except trio.RunFinishedError:
                 progress.stop = True
 
@@ -481,23 +498,12 @@ class Scheduler:
             self._ahead_failures = 0
         self.kick()
 
-    async def _gather(self) -> None:
-        """Take chunks that arrive, some at a time, while any do."""
-        while True:
-            await self._arrival.wait()
-            while self._arrived:
-                self._take_arrived()
-                await trio.sleep(GATHER_S)
-            self._arrival = trio.Event()
-            self._is_told = False
-            if self._arrived:  # between the last look and that
-                self._arrival.set()
-
     def _take_arrived(self) -> None:
         """Take the verified chunks that are here."""
+        self._is_told = False
         if not self._arrived:
             return
-        now_s = trio.current_time()
+        self._taken_s = now_s = trio.current_time()
         while self._arrived:
             left, chunk, data = self._arrived.popleft()
             if left.pop(chunk, None) is not None:  # else its fetch was abandoned
@@ -549,9 +555,13 @@ class Scheduler:
             )
 
     async def _watch(self) -> None:
-        """Ask a second time for what a GET that stands still should have brought."""
+        """Ask a second time for what a GET that stands still should have brought.
+
+        And take what came right before all of them did: nothing that comes later tells of it.
+        """
         while True:
             await trio.sleep(_WATCH_S)
+            self._take_arrived()
             if not len(self._gets):
                 await self._kicked.wait()
                 continue
@@ -661,16 +671,18 @@ class Scheduler:
         log.error("reads fail", chunk=flight.chunk, reads=len(flight.readers), error=str(error))
         del self._flights[flight.chunk]
         for reader in list(flight.readers):
-            reader.fail(ReadFailed(str(error)))
+            reader.fail(ReadFailed(str(error), kind=error.kind, exit_code=error.exit_code))
 
     def _later(self, delay_s: float, act: Callable[[list[int]], None], chunks: list[int]) -> None:
         assert self._nursery is not None
 
         async def wait() -> None:
             await trio.sleep(delay_s)
+            self._timers -= 1
             act(chunks)
             self.kick()
 
+        self._timers += 1
         self._nursery.start_soon(wait)
 
     # Cached chunks of a former life

@@ -24,11 +24,15 @@ import stat
 import threading
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+import numpy as np
+
 from streamd.errors import StreamdError
-from streamd.serve.node_cache import FILES, SEALED, SEALED_MODE, NodeCache
+from streamd.safe_paths import NotAFile, open_regular, read_regular
+from streamd.serve.node_cache import FILES, SEALED, SEALED_MODE, CacheUnusable, NodeCache, open_files, opened_image
 from streamd.serve.plan import Layout
 from streamd.serve.read_back import damaged_chunks
 from streamd.snapshot.manifest import ImageFile
@@ -114,12 +118,13 @@ def open_sealed(cache: NodeCache, files: Sequence[ImageFile]) -> int:
     `files` are the manifest's. Raises: `NotSealed`, which says why; `OSError`.
     """
     try:
-        seal = decode(_read(cache.path / SEALED))
+        with opened_image(cache.path) as image:
+            seal = decode(read_regular(image.fd, SEALED, _SEAL_MAX_BYTES))
+            directory_fd = open_files(image.fd)
     except FileNotFoundError:
         raise NotSealed("the image is not sealed") from None
-    except ValueError as error:
+    except (ValueError, NotAFile, CacheUnusable) as error:
         raise NotSealed(f"the seal can't be read: {error}") from error
-    directory_fd = _open_files(cache.path)
     try:
         now = _look(directory_fd, files)
         reason = broken_by(seal, now)
@@ -139,7 +144,12 @@ def seal(cache: NodeCache, files: Sequence[ImageFile], layout: Layout) -> None:
     Raises: `NotSealed` when a chunk is missing, is damaged or was changed meanwhile; `OSError`.
     """
     _check_whole(cache, layout)
-    directory_fd = _open_files(cache.path)
+    with opened_image(cache.path) as image:  # not by the cache's descriptor: that is closed when it is let go of
+        _seal(cache, image.fd, files, layout)
+
+
+def _seal(cache: NodeCache, image_fd: int, files: Sequence[ImageFile], layout: Layout) -> None:
+    directory_fd = open_files(image_fd)
     try:
         modes = {name: facts.mode for name, facts in _look(directory_fd, files).files.items()}
         try:
@@ -152,7 +162,7 @@ def seal(cache: NodeCache, files: Sequence[ImageFile], layout: Layout) -> None:
                 raise NotSealed(f"the disk does not give {len(bad_chunks)} chunks as they were written", bad_chunks)
             if _look(directory_fd, files) != before:
                 raise NotSealed("the files were changed while they were read back")
-            _write_seal(cache.path, before)
+            _write_seal(image_fd, before)
             # Whoever forgets a chunk clears its bit, then takes the seal away: so one of the two sees the other.
             try:
                 _check_whole(cache, layout)
@@ -161,20 +171,25 @@ def seal(cache: NodeCache, files: Sequence[ImageFile], layout: Layout) -> None:
                 raise
         except BaseException:
             for name, mode in modes.items():
-                os.chmod(name, mode, dir_fd=directory_fd)
+                with suppress(NotAFile):  # it was put there meanwhile
+                    _change_mode(directory_fd, name, mode)
             raise
     finally:
         os.close(directory_fd)
 
 
 def _check_whole(cache: NodeCache, layout: Layout) -> None:
-    missing = sum(not (layout.is_zero(chunk) or cache.has(chunk)) for chunk in range(len(layout)))
+    missing = len(layout) - layout.zero_chunks - int(np.count_nonzero(layout.cached(cache.bits())))
     if missing:
         raise NotSealed(f"{missing} chunks are not in the cache")
 
 
-def _open_files(image: Path) -> int:
-    return os.open(image / FILES, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC | os.O_NOFOLLOW)
+def _change_mode(directory_fd: int, name: str, mode: int) -> None:
+    fd = open_regular(directory_fd, name, os.O_RDONLY)
+    try:
+        os.fchmod(fd, mode)
+    finally:
+        os.close(fd)
 
 
 def _look(directory_fd: int, files: Sequence[ImageFile]) -> Seal:
@@ -198,7 +213,7 @@ def _seal_modes(directory_fd: int, files: Sequence[ImageFile]) -> None:
     """
     changed_ns = 0
     for file in files:
-        fd = os.open(file.name, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW, dir_fd=directory_fd)
+        fd = open_regular(directory_fd, file.name, os.O_RDONLY)
         try:
             os.fchmod(fd, SEALED_MODE)
             os.fsync(fd)
@@ -209,25 +224,17 @@ def _seal_modes(directory_fd: int, files: Sequence[ImageFile]) -> None:
     time.sleep(min(max(0, changed_ns + _CLOCK_TICK_NS - time.time_ns()), _CLOCK_TICK_NS) / 1e9)
 
 
-def _write_seal(image: Path, facts: Seal) -> None:
+def _write_seal(image_fd: int, facts: Seal) -> None:
     """Put the record in place, whole."""
-    new = image / f"{SEALED}.new"
-    fd = os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+    new = f"{SEALED}.new"
+    fd = open_regular(image_fd, new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
     try:
         data = encode(facts)
         if os.write(fd, data) != len(data):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(new))
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), new)
     finally:
         os.close(fd)
-    os.rename(new, image / SEALED)
-
-
-def _read(path: Path) -> bytes:
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
-    try:
-        return os.read(fd, _SEAL_MAX_BYTES)
-    finally:
-        os.close(fd)
+    os.rename(new, SEALED, src_dir_fd=image_fd, dst_dir_fd=image_fd)
 
 
 def _at_lowest_priority(read_back: Callable[[], list[int]]) -> list[int]:

@@ -3,6 +3,7 @@
 from bisect import bisect_right
 from dataclasses import dataclass, field
 
+from streamd.serve.handles import ReadFailed
 from streamd.serve.order import Want
 
 
@@ -45,7 +46,7 @@ class Waits:
     durations: Durations = field(default_factory=Durations)
 
     def note(self, size: int, wait_s: float | None) -> None:
-        """Count one read that is answered; `wait_s` is None when it didn't wait."""
+        """Count one read that is answered, by bytes or an error; `wait_s` is None when it didn't wait."""
         self.reads += 1
         self.read_bytes += size
         if wait_s is not None:
@@ -74,6 +75,14 @@ class ReleaseGaps(Durations):
 
 
 @dataclass(slots=True)
+class Failures:
+    """Reads that failed by one kind of failure, and the last of these."""
+
+    last: ReadFailed
+    reads: int = 0
+
+
+@dataclass(slots=True)
 class ServeStats:
     """Counters of one mount's life."""
 
@@ -89,6 +98,17 @@ class ServeStats:
     cache_written_bytes: int = 0
     cache_dropped_chunks: int = 0  # left memory uncached: the disk fell behind, or the limit was reached
     cache_failure: str | None = None  # why caching ended
-    failed_reads: int = 0
+    failures: dict[str, Failures] = field(default_factory=dict)  # reads that were told EIO, by kind
     release_gaps: ReleaseGaps = field(default_factory=ReleaseGaps)
     classes: dict[Want, Waits] = field(default_factory=lambda: {want: Waits() for want in Want})
+
+    @property
+    def failed_reads(self) -> int:
+        """How many reads were told EIO."""
+        return sum(failures.reads for failures in self.failures.values())
+
+    def failed(self, failure: ReadFailed) -> None:
+        """Count a read that failed."""
+        failures = self.failures.setdefault(failure.kind, Failures(failure))
+        failures.last = failure
+        failures.reads += 1

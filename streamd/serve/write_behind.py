@@ -4,7 +4,7 @@ A chunk is offered after its readers were woken, and counts as cached only once 
 kernel has only taken can still be lost when its write-back fails (a full thin volume, a faulty disk), and is then read
 as zeros, silently. So chunks are written, synced a few megabytes at a time, and then reported. The queue is bounded in
 bytes; what doesn't fit is refused. The first error ends writing for good, and readers never hear of it. So does a disk
-that others fill up to the cache's reserve.
+that is full, or that others fill up to the cache's reserve, unless images that nobody uses can leave it.
 
 Chunks that leave the file pass through the same queue: whatever is written into their room comes after them.
 """
@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from streamd.serve.node_cache import NodeCache
+from streamd.serve.node_cache import FULL, NodeCache
 from streamd.store.port import Buffer
 
 # Enough for a disk to hiccup for a second at link speed, small against the memory cap.
@@ -57,6 +57,7 @@ class WriteBehind:
         self._busy_since_s: float | None = None
         self.pending_bytes = 0
         self._stop = False
+        self._has_made_room = False
         self._thread = threading.Thread(target=self._run, name="cache-writer", daemon=True)
         self._thread.start()
 
@@ -110,10 +111,9 @@ class WriteBehind:
             if isinstance(item, Leaving):
                 failure = self._attempt(self._cache.evict, item.chunk, item.offset, item.size)
             elif item is not None:
-                if not batch:
-                    failure = self._attempt(self._cache.check_reserve)
-                if failure is None:
-                    failure = self._attempt(self._cache.write, item.data, item.offset)
+                failure = self._store(item, is_first=not batch)
+                if failure is not None and failure.errno in FULL and self._make_room():
+                    failure = self._store(item, is_first=True)
                 if failure is None:
                     batch.append(item.chunk)
                     batch_bytes += len(item.data)
@@ -127,6 +127,18 @@ class WriteBehind:
                 self._written([item.chunk] if isinstance(item, _Item) else [], failure)
             if failure is not None or is_last:
                 return
+
+    def _store(self, item: _Item, *, is_first: bool) -> OSError | None:
+        """Write a chunk; the disk is looked at before the `is_first` of those that are synced at once."""
+        failure = self._attempt(self._cache.check_reserve) if is_first else None
+        return failure or self._attempt(self._cache.write, item.data, item.offset)
+
+    def _make_room(self) -> bool:
+        """Have other images leave a disk that is full: once, so that two of them don't do so in turns."""
+        if self._has_made_room:
+            return False
+        self._has_made_room = True
+        return self._cache.make_room()
 
     def _next(self, timeout_s: float | None) -> _Item | Leaving | None:
         """Give the first of the queue. Raises: queue.Empty when nothing comes in time."""

@@ -118,21 +118,34 @@ def _check_frames(table: ChunkTable, pack_sizes: Sequence[int]) -> None:
     _refuse_where(table.frame_bytes > table.length, "frame_bytes", "is more than the chunk's length")
     _refuse_where(~zero & (table.pack >= len(pack_sizes)), "pack", f"is not among the {len(pack_sizes)} packs")
 
-    rows = np.flatnonzero(~zero)
-    if not len(rows):
+    if not pack_sizes:  # all chunks are zeros, then
         return
-    pack, offset = table.pack[rows], table.offset[rows].astype(np.uint64)
-    end = offset + table.frame_bytes[rows]
-    beyond = np.zeros(len(table), np.bool_)
-    beyond[rows] = end > np.asarray(pack_sizes, np.uint64)[pack]
+    size = np.asarray(pack_sizes, np.uint32)[table.pack]
+    beyond = (table.offset > size) | (table.frame_bytes > size - table.offset)
     _refuse_where(beyond, "offset", "lets the frame end beyond its pack")
-    # Where a frame lies among all packs' bytes, when each pack has 4 GiB for itself.
-    place = (pack.astype(np.uint64) << np.uint64(32)) | offset
-    order = np.argsort(place, kind="stable")  # as good as sorted already: frames are written in file order
+    _refuse_where(_overlapping(table, zero), "offset", "lets the frame overlap another")
+
+
+def _overlapping(table: ChunkTable, zero: NDArray[np.bool_]) -> NDArray[np.bool_]:
+    """Tell which frames begin before another one has ended, one by one in the order of the packs' bytes.
+
+    Takes 16 bytes a chunk for frames in file order, which is how they are written; 36 for any other.
+    """
+    # Where a frame begins among all packs' bytes, when each pack has 4 GiB for itself.
+    place = table.pack.astype(np.uint64)
+    place <<= np.uint64(32)
+    place |= table.offset
+    reached = place + table.frame_bytes
+    np.maximum.accumulate(reached, out=reached)
     overlapping = np.zeros(len(table), np.bool_)
-    sorted_place, sorted_end = place[order], (place + table.frame_bytes[rows])[order]
-    overlapping[rows[order[1:]]] = sorted_end[:-1] > sorted_place[1:]
-    _refuse_where(overlapping, "offset", "lets the frame overlap another")
+    if not (~zero[1:] & (place[1:] < reached[:-1])).any():
+        return overlapping
+    del reached
+    place[zero] = np.iinfo(np.uint64).max  # behind all frames
+    order = np.argsort(place)
+    place = place[order]
+    overlapping[order[1:]] = (place + table.frame_bytes[order])[:-1] > place[1:]
+    return overlapping
 
 
 def _refuse_where(wrong: NDArray[np.bool_], column: str, why: str) -> None:

@@ -34,7 +34,8 @@ def unseal(data: Buffer, *, magic: bytes, version: int, what: str) -> memoryview
         raise Damaged(f"{what}: {len(view)} bytes are too short for one")
     found_magic, found_version = _START.unpack_from(view)
     if found_magic != magic:
-        raise Damaged(f"{what}: it starts with {found_magic!r}, not {magic!r}")
+        # What it starts with instead isn't told: it may be any file's, and the message go to whom may not read that.
+        raise Damaged(f"{what}: it does not start with {magic!r}")
     if sealed_digest(view) != view[-DIGEST_BYTES:]:
         raise Damaged(f"{what}: its SHA-256 does not match: it was changed or cut after it was written")
     if found_version != version:

@@ -7,11 +7,14 @@ In an envelope (`envelope.py`; magic `PODSNAPM`) lie
 The head is JSON (`head.py`). The body is one zstd frame of little-endian columns, one after another (`_COLUMNS`): the
 chunk table and the page ranges of the memory files. The counts of rows are in the head.
 
-`encode` and `decode` check the same rules (`_check`), so what was written can be read. Nothing is allocated because a
+`encode` and `decode` check the same rules (`_check`), so what was written can be read. No memory is used because a
 number claims it: counts have limits, and the body is decompressed piece by piece, up to the size that the counts give.
+A few KB can honestly say that much, though: zero chunks, or ranges that repeat. So a reader who shares its memory with
+others says how much the tables may take (`tables_bytes`), and is refused before they are made.
 """
 
 import struct
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -40,12 +43,14 @@ __all__ = [
     "Pack",
     "PageRange",
     "PageRanges",
+    "TablesTooLarge",
     "Tombstone",
     "decode",
     "decode_tombstone",
     "encode",
     "encode_tombstone",
     "manifest_digest",
+    "tables_bytes",
 ]
 
 FORMAT_VERSION = 1
@@ -55,6 +60,18 @@ _SIZES = struct.Struct("<III")
 
 # More than this is no manifest and needs not be read (zstd makes what it can't shrink longer by 1/256 at most).
 MAX_MANIFEST_BYTES = MAX_HEAD_BYTES + _MAX_BODY_BYTES + _MAX_BODY_BYTES // 128 + 4096
+
+
+class TablesTooLarge(Refused):
+    """A manifest's tables take more memory than its reader has for them."""
+
+    def __init__(self, chunks: int, ranges: int, *, needed_bytes: int, max_bytes: int) -> None:
+        super().__init__(
+            f"manifest: {chunks} chunks and {ranges} page ranges take {needed_bytes / 1e6:.0f} MB of memory, and there "
+            f"are {max(0, max_bytes) / 1e6:.0f} MB for them"
+        )
+        self.needed_bytes = needed_bytes
+        self.max_bytes = max_bytes
 
 
 def manifest_digest(data: Buffer) -> bytes:
@@ -69,23 +86,35 @@ def encode(manifest: Manifest) -> bytes:
     """
     head = write_head(manifest)
     read_head(head)  # its rules first (texts, ranges of numbers, limits): then the columns' own rules can rely on them
+    columns = {name: getattr(manifest.table, name) for name in _CHUNK_COLUMNS}
+    _check_types(columns)
     _check(manifest)
     ranges = [PageRanges.of(file.ranges) for file in manifest.gvisor.memory_files]
-    columns = {name: getattr(manifest.table, name) for name in _CHUNK_COLUMNS}
     columns |= {name: np.concatenate([getattr(r, column) for r in ranges]) for name, column in _RANGE_COLUMNS.items()}
-    for name, (dtype, _) in _COLUMNS.items():
-        if columns[name].dtype != np.dtype(dtype).base:
-            raise ValueError(f"column {name} has type {columns[name].dtype}")  # a conversion might lose bits
+    _check_types(columns)
     raw = b"".join(columns[name].tobytes() for name in _COLUMNS)
     body = zstandard.ZstdCompressor(level=3).compress(raw)
     return envelope.seal(MAGIC, FORMAT_VERSION, (_SIZES.pack(len(head), len(body), len(raw)), head, body))
 
 
-def decode(data: Buffer) -> Manifest:
+def _check_types(columns: Mapping[str, NDArray[Any]]) -> None:
+    for name, column in columns.items():
+        dtype, _ = _COLUMNS[name]
+        if column.dtype != np.dtype(dtype).base:
+            raise ValueError(f"column {name} has type {column.dtype}")  # a conversion might lose bits
+
+
+def tables_bytes(*, chunks: int, ranges: int) -> int:
+    """Give the memory that a manifest's tables take, decoded."""
+    # Beside the columns, where each chunk starts. While they are checked it may be half as much again.
+    return _body_bytes(chunks=chunks, ranges=ranges) + 8 * chunks
+
+
+def decode(data: Buffer, *, tables_max_bytes: int | None = None) -> Manifest:
     """Read a manifest and check everything in it that can be checked without the packs.
 
     Raises: `Damaged`, which names the field: it isn't as it was written, or its numbers do not add up. `Refused`: its
-        version, or a feature that it requires, is unknown here; it is a tombstone.
+        version, or a feature that it requires, is unknown here; it is a tombstone. `TablesTooLarge` (a `Refused`).
     """
     view = memoryview(data).cast("B")
     if view[: len(TOMBSTONE_MAGIC)] == TOMBSTONE_MAGIC:
@@ -104,9 +133,12 @@ def decode(data: Buffer) -> Manifest:
 
     manifest, range_counts = read_head(head)
     rows = {"chunk": sum(file.chunk_count for file in manifest.files), "range": sum(range_counts)}
-    expected = sum(rows[kind] * np.dtype(dtype).itemsize for dtype, kind in _COLUMNS.values())
+    expected = _body_bytes(chunks=rows["chunk"], ranges=rows["range"])
     if raw_bytes != expected:
         raise Damaged(f"manifest: body: {raw_bytes} bytes, but the head's counts ask for {expected}")
+    needed_bytes = tables_bytes(chunks=rows["chunk"], ranges=rows["range"])
+    if tables_max_bytes is not None and needed_bytes > tables_max_bytes:
+        raise TablesTooLarge(rows["chunk"], rows["range"], needed_bytes=needed_bytes, max_bytes=tables_max_bytes)
     raw = _decompress(body, raw_bytes)
     columns: dict[str, NDArray[Any]] = {}
     at = 0
@@ -144,27 +176,31 @@ _CHUNK_COLUMNS = ("length", "codec", "pack", "offset", "frame_bytes", "digest")
 _RANGE_COLUMNS = {"range_start": "start", "range_end": "end", "range_kind": "kind"}
 
 
-def _decompress(body: memoryview, raw_bytes: int) -> bytes:
+def _body_bytes(*, chunks: int, ranges: int) -> int:
+    rows = {"chunk": chunks, "range": ranges}
+    return sum(rows[kind] * np.dtype(dtype).itemsize for dtype, kind in _COLUMNS.values())
+
+
+def _decompress(body: memoryview, raw_bytes: int) -> memoryview:
     """Decompress one zstd frame, which must be the whole body, without making more than it really holds."""
     # Four bytes can become 128 KiB, so 512 at a time never go more than 16 MiB too far. What level 3 makes needs a
     # window of 2 MiB.
     zstd = zstandard.ZstdDecompressor(max_window_size=8 << 20).decompressobj(write_size=32 << 10)
-    pieces: list[bytes] = []
-    total = at = 0
+    raw = bytearray()  # grows by an eighth at a time, in place
+    at = 0
     try:
         while not zstd.eof and at < len(body):
-            pieces.append(zstd.decompress(body[at : at + 512]))
+            raw += zstd.decompress(body[at : at + 512])
             at += 512
-            total += len(pieces[-1])
-            if total > raw_bytes:
+            if len(raw) > raw_bytes:
                 raise Damaged(f"manifest: body: decompresses to more than its {raw_bytes} bytes")
     except zstandard.ZstdError as error:
         raise Damaged(f"manifest: body: {error}") from error
-    if not zstd.eof or total != raw_bytes:
-        raise Damaged(f"manifest: body: decompresses to {total} bytes of its {raw_bytes}")
+    if not zstd.eof or len(raw) != raw_bytes:
+        raise Damaged(f"manifest: body: decompresses to {len(raw)} bytes of its {raw_bytes}")
     if at < len(body) or zstd.unused_data:
         raise Damaged("manifest: body: bytes after its end")
-    return b"".join(pieces)
+    return memoryview(raw).toreadonly()
 
 
 def _check(manifest: Manifest) -> None:

@@ -85,8 +85,14 @@ class MemoryFile:
     def committed_bytes(self) -> int:
         """How much of pages.img is this file's."""
         columns = PageRanges.of(self.ranges)
-        # In Python's integers: the ranges may be unchecked still, and numpy's sums wrap around.
-        return sum(map(int, columns.end.tolist())) - sum(map(int, columns.start.tolist()))
+        return _sum(columns.end) - _sum(columns.start)
+
+
+def _sum(column: NDArray[np.uint64]) -> int:
+    """Add up what may be unchecked still: numpy's sums wrap around, those of the halves of 2**22 rows can't."""
+    half = np.uint64(32)
+    high, low = column >> half, column & np.uint64(0xFFFF_FFFF)
+    return (int(high.sum(dtype=np.uint64)) << 32) + int(low.sum(dtype=np.uint64))
 
 
 def check_memory_files(files: Sequence[MemoryFile], *, pages_bytes: int, what: str) -> None:

@@ -13,7 +13,14 @@ from enum import StrEnum
 
 from streamd.errors import Damaged, NotFound, Refused, StoreError, StoreErrorKind
 from streamd.snapshot import names
-from streamd.snapshot.manifest import MAX_MANIFEST_BYTES, Manifest, decode, decode_tombstone, manifest_digest
+from streamd.snapshot.manifest import (
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    decode,
+    decode_tombstone,
+    manifest_digest,
+    tables_bytes,
+)
 from streamd.store.port import ObjectInfo, Store
 
 
@@ -31,6 +38,12 @@ class Pinned:
     manifest_info: ObjectInfo
     packs: tuple[ObjectInfo, ...]
     trace: ObjectInfo | None = None
+
+    @property
+    def tables_bytes(self) -> int:
+        """What it takes of the memory of who serves it, before there is any byte of its image."""
+        ranges = sum(len(file.ranges) for file in self.manifest.gvisor.memory_files)
+        return tables_bytes(chunks=len(self.manifest.table), ranges=ranges) + _DATA_COPIES * len(self.data)
 
 
 class State(StrEnum):
@@ -65,17 +78,19 @@ class BeingRemoved(Refused):
         self.reason = reason
 
 
+# The stored manifest stays in memory beside what it says, and again where the next worker finds it.
+_DATA_COPIES = 2
 # Of one snapshot: a TB in packs of 32 MiB is 32 768, and leases, and what interrupted pushes have left. More is no
 # snapshot of ours, and would fill the memory of whoever opens it.
 OBJECTS_MAX = 200_000
 
 
-def open_snapshot(store: Store, snapshot_id: str) -> Pinned:
-    """Pin a snapshot.
+def open_snapshot(store: Store, snapshot_id: str, *, tables_max_bytes: int | None = None) -> Pinned:
+    """Pin a snapshot. With `tables_max_bytes`, none that takes more memory than that (`Pinned.tables_bytes`).
 
     Raises: `NotFound`, which says so when the address is a store's; `BeingRemoved` (a `Refused`); `Damaged`, which
-    names the field or the pack; `Refused` for a manifest of a later version; `StoreError`, CHANGED among them when the
-    manifest was replaced in this moment.
+    names the field or the pack; `Refused` for a manifest of a later version; `TablesTooLarge` (a `Refused`), before the
+    tables are made; `StoreError`, CHANGED among them when the manifest was replaced in this moment.
     """
     infos = {}
     for info in store.list(f"{names.checked_id(snapshot_id)}/"):
@@ -85,7 +100,7 @@ def open_snapshot(store: Store, snapshot_id: str) -> Pinned:
                 f"{store.url}/{snapshot_id} has more than {OBJECTS_MAX} objects; `streamd gc` removes leftovers"
             )
     try:
-        return _pin(store, snapshot_id, infos)
+        return _pin(store, snapshot_id, infos, tables_max_bytes)
     except StoreError as error:
         if error.store_kind is StoreErrorKind.GONE:
             raise NotFound(f"{store.url} has no snapshot {snapshot_id} (it was removed a moment ago)") from error
@@ -154,7 +169,7 @@ def _below(url: str, name: str) -> str:
     return f"{base.rstrip('/')}/{name}{mark}{query}"
 
 
-def _pin(store: Store, snapshot_id: str, infos: dict[str, ObjectInfo]) -> Pinned:
+def _pin(store: Store, snapshot_id: str, infos: dict[str, ObjectInfo], tables_max_bytes: int | None = None) -> Pinned:
     """Open a snapshot, given what is listed under its id."""
     info = infos.get(names.manifest_key(snapshot_id))
     if info is None:
@@ -167,7 +182,9 @@ def _pin(store: Store, snapshot_id: str, infos: dict[str, ObjectInfo]) -> Pinned
     tombstone = decode_tombstone(data)
     if tombstone is not None:
         raise BeingRemoved(snapshot_id, tombstone.reason)
-    manifest = decode(data)
+    if tables_max_bytes is not None:
+        tables_max_bytes -= _DATA_COPIES * len(data)
+    manifest = decode(data, tables_max_bytes=tables_max_bytes)
     if manifest.snapshot_id != snapshot_id:
         raise Damaged(f"{info.key}: it is the manifest of {manifest.snapshot_id}")
     packs = tuple(_pinned_pack(manifest, index, infos) for index in range(len(manifest.packs)))

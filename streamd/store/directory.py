@@ -103,13 +103,15 @@ def _changed(key: str) -> StoreError:
 class DirectoryStore:
     """The store in directory `root` (an absolute path), which the first put makes (0700) if it isn't there.
 
+    `is_used`: something was put there before, so while it isn't there it is away (TRANSIENT), not empty.
     It holds no descriptor between calls, so any thread and any number of processes may use one directory.
     """
 
-    def __init__(self, root: str, *, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
+    def __init__(self, root: str, *, is_used: bool = False, lock_timeout_s: float = _LOCK_TIMEOUT_S) -> None:
         if not os.path.isabs(root):
             raise ValueError(f"{root!r} is not an absolute path")
         self._root = os.path.normpath(root)
+        self._is_used = is_used
         self._lock_timeout_s = lock_timeout_s
         self._swept = False
 
@@ -120,6 +122,7 @@ class DirectoryStore:
     # Reading: no lock.
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        self._check_used("")
         try:
             root_fd = os.open(self._root, _DIRECTORY)
         except OSError as error:
@@ -160,6 +163,7 @@ class DirectoryStore:
             os.close(directory_fd)
 
     def head(self, key: str) -> ObjectInfo:
+        self._check_used(key)
         with self._opened(key) as (_, status):
             return _info(key, status)
 
@@ -186,17 +190,35 @@ class DirectoryStore:
 
     @contextlib.contextmanager
     def _reachable(self, key: str) -> Iterator[None]:
-        """Tell an object that is gone from a store that is: its file system isn't mounted, its directory was moved.
-
-        Whoever reads a pinned version has seen the store, and every store that was written to has a directory of ours.
-        """
+        """Tell an object that is gone from a store that is, for whoever reads a pinned version, and so has seen it."""
         try:
             yield
         except StoreError as error:
-            if error.store_kind is StoreErrorKind.GONE and not os.path.isdir(os.path.join(self._root, _OWN)):
-                message = f"the store at {self._root} is not there; is its file system mounted?"
-                raise StoreError(StoreErrorKind.TRANSIENT, key, message) from error
+            if error.store_kind is StoreErrorKind.GONE:
+                self._check_there(key)
             raise
+
+    def _check_used(self, key: str) -> None:
+        """Raise TRANSIENT when a store that was used isn't there: a question about its objects has no answer then.
+
+        Nor is anything put into the directory that its file system is to be mounted on.
+        """
+        if self._is_used:
+            self._check_there(key)
+
+    def _check_there(self, key: str) -> None:
+        """Raise TRANSIENT unless the directory has something, as every store that was written to: one of ours."""
+        message = f"there is no store at {self._root}; is its file system mounted?"
+        try:
+            with os.scandir(self._root) as entries:
+                if any(True for _ in entries):
+                    return
+        except PermissionError:
+            return  # whatever is asked for says so
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):
+                message = f"the store at {self._root} can't be reached: {error.strerror}"
+        raise StoreError(StoreErrorKind.TRANSIENT, key, message)
 
     def crc32c(self, info: ObjectInfo) -> int:
         if info.crc32c is not None:
@@ -207,6 +229,7 @@ class DirectoryStore:
         return crc
 
     def now_s(self) -> float:
+        self._check_used("")
         try:
             os.stat(self._root)  # a question must not make the store
         except OSError as error:
@@ -220,6 +243,7 @@ class DirectoryStore:
 
     def put(self, key: str, data: Buffer, *, condition: str | Condition) -> ObjectInfo:
         checked_key(key)
+        self._check_used(key)
         try:
             own_fd = self._own_directory()
         except OSError as error:
@@ -269,6 +293,7 @@ class DirectoryStore:
 
     def delete(self, key: str, *, generation: str) -> None:
         checked_key(key)
+        self._check_used(key)
         try:
             os.stat(self._root)  # a deletion must not make the store
             own_fd = self._own_directory()

@@ -200,6 +200,8 @@ class GoogleStore:
         name = urllib.parse.quote(self._prefix + checked_key(key), safe="")
         if start == end:
             return
+        import numpy  # what only lists and uploads does without
+
         position = start
         target = f"{self._downloads}/{name}?alt=media&generation={generation}"
         late_s = time.monotonic() + self._timeouts.body_s
@@ -209,7 +211,7 @@ class GoogleStore:
         ):
             _check_answer(answer, key, generation, start)
             while position < end:
-                piece = memoryview(bytearray(min(PIECE_BYTES, end - position)))
+                piece = numpy.empty(min(PIECE_BYTES, end - position), numpy.uint8).data  # not zeroed first
                 received = answer.readinto(piece)
                 if not received:
                     break

@@ -5,7 +5,7 @@ A snapshot's address is its store's with `/ID` at the end of the path.
 
 import os
 import re
-from urllib.parse import parse_qsl, unquote, urlsplit, urlunsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit, urlunsplit
 
 from streamd.errors import Exit, StreamdError
 from streamd.snapshot.names import checked_id
@@ -25,6 +25,8 @@ _BYTES_PER_S = {
     "Mbit/s": 1e6 / 8,
     "Gbit/s": 1e9 / 8,
 }
+# As the daemon's API takes them (`daemon/api/models.py`).
+_ADDRESS = re.compile(r"[\x21-\x7e]*", re.ASCII)
 # https://cloud.google.com/storage/docs/buckets#naming
 _BUCKET = re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]")
 
@@ -35,18 +37,20 @@ class BadURL(StreamdError):
     exit_code, kind = Exit.USAGE, "usage"
 
 
-def open_store(url: str, *, tokens: TokenProvider | None = None) -> Store:
+def open_store(url: str, *, tokens: TokenProvider | None = None, is_used: bool = False) -> Store:
     """Open the store at `url`. Nothing is asked of it yet, so a wrong bucket or directory shows at the first call.
 
     The query of a `file:` address, for trials, makes every request wait (`latency`, with us, ms or s) and lets all
     reads and puts together move no more than `rate` (B/s, kB/s, MB/s, GB/s, KiB/s, MiB/s, GiB/s, kbit/s, Mbit/s,
-    Gbit/s). `tokens` sign what is asked of Google; None: those of the application default credentials. Raises:
-    `BadURL`; for `gs:` also `StoreError` CREDENTIALS when there are none to be had.
+    Gbit/s). `is_used`: it is known that something was put there, so a directory that is missing, or empty since its
+    file system isn't mounted, is a store that is away, not an empty one. `tokens` sign what is asked of Google; None:
+    those of the application default credentials. Raises: `BadURL`; for `gs:` also `StoreError` CREDENTIALS when there
+    are none to be had.
     """
-    parts = urlsplit(url)
+    parts = _parts(url)
     match parts.scheme:
         case "file":
-            return _open_directory(url, parts.netloc, unquote(parts.path), parts.query, parts.fragment)
+            return _open_directory(url, parts, is_used=is_used)
         case "gs":
             if parts.query or parts.fragment:
                 raise BadURL(f"{url}: a gs:// address has no query and no fragment")
@@ -64,6 +68,25 @@ def open_store(url: str, *, tokens: TokenProvider | None = None) -> Store:
             raise BadURL(f"{url}: no store is reached by {scheme}://, only by gs:// and file://")
 
 
+def _parts(url: str) -> SplitResult:
+    """Split an address, which is visible ASCII: `urlsplit` drops some of what isn't. Raises: `BadURL`."""
+    if not _ADDRESS.fullmatch(url):
+        raise BadURL(
+            f"{url!r}: an address has no white space and no characters beyond ASCII; percent-encode them (a space: %20)"
+        )
+    try:
+        return urlsplit(url)
+    except ValueError as error:  # as of [ without ]
+        raise BadURL(f"{url}: {error}") from error
+
+
+def check_snapshot_url(url: str) -> None:
+    """See whether this may be a snapshot's address, without opening anything. Raises: `BadURL`, `Refused`."""
+    store_url, _ = split_snapshot_url(url)
+    if urlsplit(store_url).scheme not in ("gs", "file"):
+        open_store(store_url)  # says what is wrong with it
+
+
 def wants_default_credentials(url: str) -> bool:
     """Whether a store, or a snapshot, without credentials of its own is asked with the application default ones."""
     return urlsplit(url).scheme == "gs" and not _emulator_host()
@@ -73,14 +96,15 @@ def _emulator_host() -> str | None:
     return os.environ.get("STORAGE_EMULATOR_HOST")  # as every client of Google Cloud Storage honours it
 
 
-def _open_directory(url: str, host: str, path: str, query: str, fragment: str) -> Store:
+def _open_directory(url: str, parts: SplitResult, *, is_used: bool) -> Store:
     from streamd.store.directory import DirectoryStore
 
-    if host not in ("", "localhost") or not path.startswith("/"):
+    path, query = unquote(parts.path), parts.query
+    if parts.netloc not in ("", "localhost") or not path.startswith("/"):
         raise BadURL(f"{url}: the directory must be absolute, as in file:///var/lib/snapshots")
-    if fragment or "\0" in path:
+    if parts.fragment or "\0" in path:
         raise BadURL(f"{url}: not the address of a directory")
-    store = DirectoryStore(path)
+    store = DirectoryStore(path, is_used=is_used)
     try:
         settings = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
     except ValueError as error:
@@ -117,7 +141,7 @@ def split_snapshot_url(url: str) -> tuple[str, str]:
 
     Raises: `BadURL` when there is no path to take an id from, `Refused` when the last part of it can't be an id.
     """
-    parts = urlsplit(url)
+    parts = _parts(url)
     path, slash, snapshot_id = parts.path.rstrip("/").rpartition("/")
     if not parts.scheme or not slash or not snapshot_id:
         raise BadURL(f"{url}: a snapshot's address is its store's and its id, as in gs://bucket/prefix/ID")

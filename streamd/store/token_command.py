@@ -16,6 +16,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 
+from streamd.safe_paths import UnsafePath, stat_trusted
 from streamd.store.google_errors import safe_text
 
 TIMEOUT_S = 10.0
@@ -52,6 +53,8 @@ def run_command(argv: Sequence[str], *, output_bytes_max: int, timeout_s: float 
             umask=0o077,
             start_new_session=True,
         )
+    except UnsafePath as error:
+        raise CommandFailed(f"can be changed by other users: {error}") from error
     except OSError as error:
         raise CommandFailed(f"can't be run: {error.strerror}") from error
     try:
@@ -74,8 +77,8 @@ def run_command(argv: Sequence[str], *, output_bytes_max: int, timeout_s: float 
 
 
 def _check(path: str) -> None:
-    """Refuse a program that others can change. Raises: `CommandFailed`, `OSError`."""
-    info = os.stat(path)
+    """Refuse a program that others can change, or put another one in its place. Raises: as `stat_trusted`, too."""
+    info = stat_trusted(path)
     if not stat.S_ISREG(info.st_mode):
         raise CommandFailed("is not a program")
     if info.st_uid not in (0, os.geteuid()) or info.st_mode & 0o022:

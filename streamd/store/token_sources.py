@@ -26,6 +26,7 @@ from typing import Protocol
 
 from streamd.config import ConfigError
 from streamd.errors import StoreError, StoreErrorKind
+from streamd.safe_paths import UnsafePath, open_trusted
 from streamd.store.token_command import CommandFailed, run_command
 
 # Tokens of Google's have 1 to 2 KiB; an identity token with many groups 8.
@@ -64,7 +65,8 @@ class FileToken:
     """A token in a file, which is read at every fetch. Whoever replaces it may write it in place or rename over it.
 
     The file itself must not be a symlink, may belong to root or to us, and is nobody else's to read or to write but,
-    for reading, its group's. (In a volume of Kubernetes its name is a symlink: give it as `…/..data/NAME`.)
+    for reading, its group's; nor may anybody else be able to put another one in its place (`safe_paths.py`). (In a
+    volume of Kubernetes its name is a symlink: give it as `…/..data/NAME`.)
     """
 
     def __init__(self, path: str, *, wall_clock: Callable[[], float] = time.time) -> None:
@@ -82,6 +84,8 @@ class FileToken:
                     break
             else:
                 raise _no_token(f"{self!r} changes while it is read")
+        except UnsafePath as error:
+            raise _no_token(f"{self!r}: {error}") from error
         except OSError as error:
             raise _no_token(f"{self!r}: {error.strerror}") from error
         return _parsed(
@@ -93,9 +97,8 @@ class FileToken:
         )
 
     def _read(self) -> tuple[bytes, os.stat_result, bool]:
-        """Read the file; also give what it is, and whether it stayed as it was. Raises: `StoreError`, `OSError`."""
-        # O_NONBLOCK: opening a FIFO must not wait for its writer.
-        fd = os.open(self.path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+        """Read the file; give what it is, and whether it stayed as it was. Raises: as `open_trusted`; `StoreError`."""
+        fd = open_trusted(self.path)
         try:
             info = os.fstat(fd)
             self._check(info)

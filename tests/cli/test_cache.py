@@ -1,5 +1,6 @@
 """`streamd cache` as its users see it: what is kept, pinned, cleared."""
 
+import shutil
 from typing import TYPE_CHECKING
 
 import pytest
@@ -53,3 +54,13 @@ def test_an_image_that_no_mount_could_be_made_of_is_reported_and_removed_by_a_ch
 ) -> None:
     assert streamd.refused("cache", "verify")["exit_code"] == Exit.DAMAGED
     assert streamd.ok("cache", "ls")["images"] == []
+
+
+def test_a_name_may_be_shortened_to_what_is_one_images(streamd: "Streamd", kept: str) -> None:
+    other = streamd.base / "cache" / "images" / f"{KEY[:-1]}0"
+    shutil.copytree(streamd.base / "cache" / "images" / kept, other)
+    assert streamd.refused("cache", "pin", kept[:5])["exit_code"] == Exit.REFUSED
+    shutil.rmtree(other)
+    assert streamd.ok("cache", "pin", kept[:5])["key"] == kept
+    assert streamd.ok("cache", "unpin", kept[:5])["key"] == kept
+    assert [image["key"] for image in streamd.ok("cache", "clear", "--image", kept[:5])["removed"]] == [kept]

@@ -87,7 +87,7 @@ def test_what_a_store_answers_can_not_write_on_the_terminal(
         on_retry(StoreError(StoreErrorKind.TRANSIENT, "", "503 \x1b[2J"), 1.0)
         return store
 
-    monkeypatch.setattr("streamd.store.opening.open_store", lambda _: FailsOnce())
+    monkeypatch.setattr("streamd.store.opening.open_store", lambda _, *, is_used: FailsOnce())
     monkeypatch.setattr("streamd.store.retry.retrying", retrying)
     with opened_store("file:///x", timeout_s=1.0):
         pass

@@ -24,6 +24,13 @@ if TYPE_CHECKING:
 # `damaged` one; what the command line is, its exit code, and a part of its message.
 BAD_DAYS: dict[str, tuple[str, Exit, str]] = {
     "no such command": ("snapshot x", Exit.USAGE, "No such command 'snapshot'"),
+    "mistyped command": ("moutn x", Exit.USAGE, "did you mean mount?"),
+    "gc of a snapshot": ("gc file://{base}/store/web-1", Exit.NOT_FOUND, "is a snapshot, not a store"),
+    "gc of another directory": ("gc file://{base}/image", Exit.NOT_FOUND, "is no store"),
+    "address with a full-width space": ("ls file://{base}/sto\u3000re", Exit.USAGE, "percent-encode"),
+    "image of no address": ("image request web-1", Exit.USAGE, "a snapshot's address is its store's and its id"),
+    "image of no store": ("image request http://x/y/web-1", Exit.USAGE, "only by gs:// and file://"),
+    "odd tenant": ("image request file:///s/web-1 --tenant a\u3000b", Exit.USAGE, "letters, digits and punctuation"),
     "argument missing": ("mount file://{base}/store/web-1", Exit.USAGE, "Missing argument 'MOUNTPOINT'"),
     "unknown option": ("ls --quick file://{base}/store", Exit.USAGE, "No such option"),
     "no such kind of store": ("ls s3://bucket/x", Exit.USAGE, "s3://"),
@@ -145,6 +152,31 @@ def test_a_store_that_is_out_of_reach_is_given_up_after_its_time(streamd: "Strea
         arguments = line.format(base=streamd.base).split(" ")
         result = streamd.run(*arguments, "--json", "--store-timeout", "500ms", env={"STORAGE_EMULATOR_HOST": emulator})
     assert result.returncode == json.loads(result.stdout)["error"]["exit_code"] == Exit.UNREACHABLE, result
+
+
+@pytest.mark.parametrize("is_there", [False, True], ids=["missing", "not mounted"])
+@pytest.mark.parametrize(
+    "command", ["ls", "gc", "inspect", "verify", "pull", "mount", "rm", "trace show", "trace drop"]
+)
+def test_a_directory_without_a_store_is_a_store_out_of_reach_and_stays_as_it_is(
+    streamd: "Streamd", command: str, is_there: bool
+) -> None:
+    store, target = streamd.base / "away", streamd.base / "target"
+    target.mkdir()
+    if is_there:
+        store.mkdir()
+    url = f"file://{store}" if command in ("ls", "gc") else f"file://{store}/web-1"
+    arguments: list[str | Path] = [*command.split(), url, *([target / "copy"] if command == "pull" else [])]
+    result = streamd.run(*arguments, *([target] if command == "mount" else []), "--json", "--store-timeout", "200ms")
+    assert result.returncode == json.loads(result.stdout)["error"]["exit_code"] == Exit.UNREACHABLE, result
+    assert f"there is no store at {store}; is its file system mounted?" in result.stderr
+    assert not is_there or not any(store.iterdir())
+    assert store.exists() == is_there
+
+
+def test_a_push_makes_a_store_that_is_not_there(streamd: "Streamd", image: Path) -> None:
+    streamd.ok("push", image, f"file://{streamd.base}/new/store", "--id", "first")
+    assert [entry["id"] for entry in streamd.ok("ls", f"file://{streamd.base}/new/store")["snapshots"]] == ["first"]
 
 
 @pytest.mark.parametrize("as_json", [False, True], ids=["text", "JSON"])

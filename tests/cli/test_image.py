@@ -106,9 +106,9 @@ def test_what_makes_no_sense_is_a_usage_error(streamd: "Streamd", daemon: Runnin
     assert daemon.node.asked == []
 
 
-def test_the_daemon_says_what_is_no_address(streamd: "Streamd", daemon: Running) -> None:
+def test_what_is_no_address_is_said_before_the_daemon_is_asked(streamd: "Streamd", daemon: Running) -> None:
     error = streamd.refused("image", "request", "ftp://x")
-    assert (error["kind"], error["exit_code"]) == ("invalid", Exit.USAGE)
+    assert (error["kind"], error["exit_code"]) == ("usage", Exit.USAGE)
 
 
 def test_a_failed_image_fails_the_command_as_the_image_did(streamd: "Streamd", daemon: Running) -> None:
@@ -297,3 +297,10 @@ def test_the_commands_that_ask_the_daemon_load_nothing_slow() -> None:
     loaded = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2], check=True).stdout
     heavy = {"trio", "structlog", "msgspec", "rich", "numpy", "http.client", "google", "streamd.fuse", "streamd.store"}
     assert not heavy & set(loaded.split())
+
+
+def test_who_gives_credentials_that_are_not_used_is_told(streamd: "Streamd", daemon: Running) -> None:
+    daemon.call(partial(daemon.node.add, URL, state=ImageStateName.SERVING))
+    result = streamd.run("image", "request", URL, "--token-file", "/run/token")
+    assert (result.returncode, "these are not used" in result.stderr) == (0, True)
+    assert streamd.run("image", "request", URL).stderr == ""

@@ -279,8 +279,8 @@ def test_the_process_keeps_nothing_open_that_the_command_was_given(
         assert pipe.read() == b""  # its end: nobody else could write to it
 
 
-def test_the_processs_own_error_is_the_commands_error(streamd: "Streamd", mountpoint: Path) -> None:
-    process = streamd.run("mount", f"file://{streamd.base}/store/web-9", mountpoint)
+def test_the_processs_own_error_is_the_commands_error(streamd: "Streamd", mountpoint: Path, snapshot: str) -> None:
+    process = streamd.run("mount", snapshot.replace("web-1", "web-9"), mountpoint)
     assert process.returncode == Exit.NOT_FOUND
     assert "no snapshot web-9" in process.stderr
 

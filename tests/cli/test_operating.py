@@ -17,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from streamd.cli import cli
 from streamd.commands.image_facts import STORE_TIER
 from streamd.config import Config
+from streamd.daemon.admission import TABLES_FREE_BYTES
 from streamd.daemon.api.events import KEPT, LOST
 from streamd.daemon.api.limits import Limits
 from streamd.daemon.api.models import ImageStateName
@@ -43,7 +44,7 @@ def command_lines(text: str) -> Iterator[list[str]]:
     for line in [*lines, *re.findall(r"`([^`]+)`", sentences)]:
         if line.startswith("streamd "):
             words = shlex.split(line, comments=True)
-            ends = [words.index(word) for word in ("&&", "|", "||") if word in words]
+            ends = [words.index(word) for word in ("&&", "|", "||", "&") if word in words]
             yield words[: min(ends, default=len(words))]
 
 
@@ -165,7 +166,11 @@ def test_limits_and_settings_are_those_of_the_code() -> None:
     text = " ".join(PAGE.split())
     limits = Limits()
     assert f"| leases and followers of events | {limits.streams} |" in text
-    assert f"| connections to the API | {limits.connections} |" in text
+    assert f"| connections to the API | {limits.connections}, of one process {limits.connections_a_process} |" in text
+    request = f"{limits.body_bytes >> 10} KiB and {limits.body_wait_s:g} s"
+    assert limits.idle_s == limits.body_wait_s
+    assert f"| a request to the API | head and body {request} each |" in text
+    assert f"what is beyond {TABLES_FREE_BYTES >> 20} MiB counts" in text
     assert f"| descriptors in systemd's fd store | {FD_STORE_MAX}, five an image and one |" in text
     assert f"(more than {DEATHS_MAX} in {DEATHS_WITHIN_S:g} s)" in text
     assert f"one that hangs is killed after {HANG_S:g})" in text

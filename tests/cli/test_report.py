@@ -1,6 +1,9 @@
 """Records of mounts: written while a mount lives, kept within bounds, shown by `streamd report`."""
 
 import os
+import socket
+import subprocess
+import sys
 import xml.etree.ElementTree as ElementTree  # of what was written here
 from collections.abc import Callable
 from pathlib import Path
@@ -10,8 +13,9 @@ import pytest
 import trio
 from structlog.testing import capture_logs
 
+from streamd.daemon.node_disk import newest_records
 from streamd.daemon.records import CHECKPOINT_S, RecordKeeper, latest_record, read_record, write_record
-from streamd.errors import NotFound
+from streamd.errors import Exit, NotFound
 from streamd.serve.order import Want
 from streamd.serve.record import RecordedFile, Recorder, RecordHead, Tier
 
@@ -139,6 +143,38 @@ async def test_the_newest_record_of_a_mountpoint_is_found(tmp_path: Path) -> Non
         latest_record(tmp_path / "nowhere")
 
 
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "socket"])
+def test_what_is_put_among_the_records_is_no_record_and_holds_nobody_up(
+    kind: str, streamd: "Streamd", monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = streamd.base / "log" / "records"
+    written = directory / "20260101T000000Z-web-1-1.record"
+    write_record(written, recorder().record(1.0))
+    secret = streamd.base / "secret"
+    secret.write_bytes(b"root:*:2" * 100)
+    monkeypatch.chdir(directory)  # a socket's path must be short
+    for name in ("29990101T000000Z-web-1-1.record", "19990101T000000Z-web-1-1.record", f"{written.name}.partial"):
+        match kind:
+            case "fifo":
+                os.mkfifo(name)
+            case "link":
+                os.symlink(secret, name)
+            case "directory":
+                os.mkdir(name)
+            case "socket":
+                with socket.socket(socket.AF_UNIX) as made:
+                    made.bind(name)
+    assert streamd.ok("report")["record"] == str(written)
+    told = streamd.refused("report", directory / "29990101T000000Z-web-1-1.record")
+    assert told["kind"] == "refused"
+    assert "root:" not in str(told)
+    write_record(directory / "20260102T000000Z-web-1-1.record", recorder().record(1.0), kept_files=1)
+    assert [record.name for record in newest_records(directory, 9)] == ["20260102T000000Z-web-1-1.record"]
+    with pytest.raises(OSError, match="not a regular file"):
+        write_record(written, recorder().record(1.0))
+    assert secret.read_bytes() == b"root:*:2" * 100
+
+
 def test_a_record_is_told_in_text_in_numbers_and_in_pictures(streamd: "Streamd", tmp_path: Path) -> None:
     page, picture = tmp_path / "page.html", tmp_path / "picture.svg"
     told = streamd.run("report", RECORDING, "--html", page, "--svg", picture)
@@ -156,7 +192,9 @@ def test_a_record_is_told_in_text_in_numbers_and_in_pictures(streamd: "Streamd",
 def test_what_is_no_record_is_refused_with_the_right_exit_code(streamd: "Streamd", tmp_path: Path) -> None:
     junk = tmp_path / "junk.record"
     junk.write_bytes(b"junk" * 100)
-    assert streamd.refused("report", junk)["kind"] == "damaged"
+    told = streamd.refused("report", junk)
+    assert told["kind"] == "damaged"
+    assert "junk" not in str(told).replace("junk.record", "")  # it may be a file that whoever asks mustn't read
     assert streamd.refused("report", tmp_path / "none.record")["kind"] == "not-found"
     assert streamd.refused("report")["kind"] == "not-found"
     assert streamd.refused("report", tmp_path)["kind"] == "not-found"
@@ -176,3 +214,16 @@ def test_a_mount_leaves_a_record_of_who_read_what(streamd: "Streamd", snapshot: 
     assert sum(gets["origin_bytes"] for gets in told["gets"].values()) == told["stored_bytes"]
     assert told["released_chunks"] > 0
     assert streamd.ok("report")["record"] == told["record"]
+
+
+def test_records_that_may_not_be_looked_at_are_not_called_missing(tmp_path: Path) -> None:
+    directory = tmp_path / "records"
+    directory.mkdir()
+    script = (
+        "import os, sys, pathlib; from streamd.daemon.records import latest_record; from streamd.errors import *\n"
+        f"fd = os.open({str(tmp_path)!r}, os.O_RDONLY); os.fchmod(fd, 0o711); os.chmod({str(directory)!r}, 0o700)\n"
+        "os.fchdir(fd); os.setuid(65534)\n"
+        "try: latest_record(pathlib.Path('records'))\n"
+        "except StreamdError as error: sys.exit(int(error.exit_code))\n"
+    )
+    assert subprocess.run([sys.executable, "-c", script]).returncode == Exit.NOT_PERMITTED

@@ -1,5 +1,6 @@
 """`streamd status` where a daemon runs, where none does, and where one doesn't answer."""
 
+import json
 import os
 import re
 import socket
@@ -12,7 +13,7 @@ from typing import TYPE_CHECKING
 import pytest
 
 from streamd.commands.image_facts import facts_of, status_row
-from streamd.daemon.api.models import ErrorFacts, FaultWaits, ImageStateName, Lease, Progress
+from streamd.daemon.api.models import ErrorFacts, FaultWaits, ImageStateName, Lease, Progress, StoreAway
 from streamd.errors import Exit
 from streamd.fuse import mounting
 from tests.daemon.api.fake_node import LIMIT_S, URL, Running
@@ -48,9 +49,20 @@ def load(daemon: Running, **fields: object) -> None:
 
 
 def test_without_a_daemon_there_are_mounts_only(streamd: "Streamd") -> None:
-    assert streamd.ok("status").keys() == {"mounts", "dead_mountpoints"}
+    assert streamd.ok("status").keys() == {"mounts", "dead_mountpoints", "daemon"}
+    assert streamd.ok("status")["daemon"] is None
     result = streamd.run("status")
-    assert (result.returncode, result.stdout, result.stderr) == (Exit.DONE, "", "no mounts\n")
+    assert (result.returncode, result.stdout, result.stderr) == (
+        Exit.DONE,
+        "",
+        f"no mounts\nno daemon answers at {streamd.base}/run/api.sock\n",
+    )
+
+
+def test_only_images_that_serve_are_counted_as_served(streamd: "Streamd", daemon: Running) -> None:
+    load(daemon)
+    daemon.call(partial(daemon.node.add, f"{URL}b", state=ImageStateName.FAILED))
+    assert "serves 1 image" in streamd.run("status").stdout.splitlines()[0]
 
 
 def test_a_daemons_images_are_shown_with_who_serves_them(streamd: "Streamd", daemon: Running) -> None:
@@ -78,9 +90,11 @@ def test_a_daemons_images_are_shown_with_who_serves_them(streamd: "Streamd", dae
 
 def test_what_is_wrong_with_an_image_is_told(streamd: "Streamd", daemon: Running) -> None:
     facts = ErrorFacts(kind="worker-lost", message="bad\x1b[2J", exit_code=1, at_s=1.0)
-    load(daemon, last_error=facts, cache_problem="disk full")
+    away = StoreAway(since_s=1700000000.0, reason="transient: no route")
+    load(daemon, last_error=facts, cache_problem="disk full", store_away=away)
     shown = streamd.run("status").stdout
-    assert r"worker-lost: bad\x1b[2J; no cache: disk full" in shown
+    waits = "waits for the store since 2023-11-14 22:13:20Z: transient: no route"
+    assert rf"worker-lost: bad\x1b[2J; {waits}; served from memory: disk full" in shown
     assert "\x1b" not in shown
 
 
@@ -126,10 +140,23 @@ def hung_up(streamd: "Streamd") -> Iterator[str]:
 
 
 def test_a_daemon_that_gives_no_answer_hides_no_mounts(streamd: "Streamd", hung_up: str) -> None:
-    status = streamd.ok("status")
+    result = streamd.run("status", "--json")
+    status = json.loads(result.stdout)
     assert (status["mounts"], status["images"], status["daemon"]["socket"]) == ([], [], hung_up)
     assert "broke off" in status["daemon"]["error"]
-    assert streamd.run("status").stdout.startswith(f"{hung_up}: the daemon broke off its answer")
+    result = streamd.run("status")
+    assert result.returncode == Exit.FAILED
+    assert "the daemon broke off its answer" in result.stderr
+
+
+def test_a_socket_that_nobody_listens_at_tells_of_a_daemon_that_was_killed(streamd: "Streamd") -> None:
+    path = streamd.base / "run" / "api.sock"
+    path.parent.mkdir(mode=0o700)
+    with closing(socket.socket(socket.AF_UNIX)) as listener:
+        listener.bind(os.fspath(path))
+    result = streamd.run("status", "--json")
+    assert (result.returncode, json.loads(result.stdout)["daemon"]) == (Exit.NOT_FOUND, None)
+    assert f"no daemon answers at {path}: the last one was killed" in result.stderr
 
 
 def test_an_answer_of_another_version_is_shown_as_far_as_it_goes() -> None:

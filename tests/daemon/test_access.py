@@ -12,6 +12,8 @@ from bench.daemons import Daemon, ServedImage
 from bench.event_tape import until
 from bench.fault_proxy import Delay, FaultProxy, Rule, Status
 from bench.mount_users import GONE, FileHolder
+from streamd.daemon.client import NoAnswer
+from streamd.daemon.relay import RelayedError
 from streamd.errors import Exit
 
 if TYPE_CHECKING:
@@ -37,6 +39,10 @@ class Tenant:
         new.write_text(token)
         os.rename(new, self._file)
 
+    def lose(self) -> None:
+        """Have no token any more."""
+        self._file.unlink()
+
     def image(self, daemon: Daemon, url: str) -> ServedImage:
         """Ask for an image, with what is known of this tenant; it may not be served."""
         return daemon.request(url, tenant=self.name, credentials={"token_file": str(self._file)})
@@ -45,7 +51,8 @@ class Tenant:
 @pytest.fixture
 def strict(proxy: FaultProxy) -> Iterator[Daemon]:
     """Start a daemon before the emulator whose policy for what is forbidden is short."""
-    with Daemon(policy='hold_s = "1s"', env={"STORAGE_EMULATOR_HOST": proxy.address}) as running:
+    policy = 'hold_s = "1s"\ncredentials_wait_s = "1s"'
+    with Daemon(policy=policy, env={"STORAGE_EMULATOR_HOST": proxy.address}) as running:
         yield running
 
 
@@ -128,6 +135,26 @@ def test_a_worker_that_takes_over_asks_the_store_whether_its_tenant_may_read(
     image.until_unmounted()
 
 
+@pytest.mark.parametrize("loss", ["the store doesn't know it", "its file is gone"])
+def test_an_image_whose_tenant_can_prove_nothing_any_more_ends_though_all_is_cached(
+    strict: Daemon, uploaded: "Saved", proxy: FaultProxy, tmp_path: Path, loss: str
+) -> None:
+    blue = Tenant("blue", tmp_path)
+    image = blue.image(strict, uploaded.url)
+    image.until_served()
+    assert uploaded.is_whole(image.reader(uploaded.pages).outcome())
+    image.until_cached(uploaded.resident_bytes(uploaded.pages.stat().st_size))
+    if loss == "its file is gone":
+        blue.lose()
+        image.until_replaced(image.kill_worker())  # the one before has a token still
+    else:
+        proxy.add(Rule(Status(401), times=None, reads_only=False, token="blue-second"))
+        blue.have("blue-second")
+    strict.tape.until("image-failed", image=image.id)
+    image.until_unmounted()
+    assert image.state()["last_error"]["exit_code"] == Exit.NOT_PERMITTED
+
+
 def test_default_credentials_that_a_program_would_have_to_give_are_refused_with_a_word(
     uploaded: "Saved", tmp_path: Path, calm: Calm
 ) -> None:
@@ -152,4 +179,49 @@ def test_default_credentials_that_a_program_would_have_to_give_are_refused_with_
         assert "running a program" in state["last_error"]["message"]
         assert daemon.tape.of("worker-lost") == []
         assert not trace.exists()
+        calm(daemon)
+
+
+def test_who_brings_other_credentials_to_an_image_that_is_here_proves_them_or_gets_nothing(
+    strict: Daemon, uploaded: "Saved", proxy: FaultProxy, tmp_path: Path, calm: Calm
+) -> None:
+    blue = Tenant("blue", tmp_path)
+    image = blue.image(strict, uploaded.url)
+    image.until_served()
+    (tmp_path / "other").mkdir()
+    other = Tenant("blue", tmp_path / "other")  # another one's file, in the same tenant's name
+    other.have("other")
+    refusal = forbid(proxy, "other")
+    with pytest.raises(RelayedError, match="403") as caught:
+        other.image(strict, uploaded.url)
+    assert caught.value.exit_code == Exit.NOT_PERMITTED
+    with pytest.raises(RelayedError, match="no access token"):
+        strict.request(uploaded.url, tenant="blue", credentials={"token_file": str(tmp_path / "none")})
+    asked = len(strict.tape.of("image-requested"))
+    assert blue.image(strict, uploaded.url).id == image.id  # whose they are, is asked nothing
+
+    proxy.remove(refusal)
+    assert other.image(strict, uploaded.url).id == image.id
+    assert strict.request(uploaded.url, tenant="blue").id == image.id  # the daemon's own
+    assert uploaded.is_whole(image.reader(uploaded.pages).outcome())
+    assert len(strict.tape.of("image-requested")) == asked == 1
+    assert image.state()["restarts"] == 0
+    assert strict.tape.of("worker-lost") == []
+    calm(strict)
+
+
+def test_credentials_that_the_store_says_nothing_of_are_not_proven(
+    uploaded: "Saved", proxy: FaultProxy, tmp_path: Path, calm: Calm
+) -> None:
+    with Daemon(env={"STORAGE_EMULATOR_HOST": proxy.address}) as daemon:
+        blue = Tenant("blue", tmp_path)
+        image = blue.image(daemon, uploaded.url)
+        image.until_served()
+        (tmp_path / "other").mkdir()
+        other = Tenant("blue", tmp_path / "other")
+        other.have("other")
+        proxy.add(Rule(Status(503), times=None, reads_only=False, token="other"))
+        with pytest.raises((RelayedError, NoAnswer)):
+            other.image(daemon, uploaded.url)
+        assert uploaded.is_whole(image.reader(uploaded.pages).outcome())
         calm(daemon)

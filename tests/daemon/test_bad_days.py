@@ -10,7 +10,7 @@ import socket
 import subprocess
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -181,6 +181,86 @@ def says_that_the_cache_is_lost(image: ServedImage, reason: str) -> bool:
     assert reason in lost["facts"]["reason"]
     image.until(lambda state: state["cache_problem"], "a status that says so")
     return True
+
+
+@contextmanager
+def _mounted(place: Path, options: str) -> Iterator[None]:
+    """Have a disk in memory at a place, and take it away again."""
+    place.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"mode=0700,{options}", "tmpfs", place], check=True)
+    try:
+        yield
+    finally:
+        while mountinfo.topmost(str(place)) is not None:
+            subprocess.run(["umount", "--lazy", place], check=True)
+
+
+@contextmanager
+def _read_only(place: Path) -> Iterator[None]:
+    with _mounted(place, "size=64m,ro"):
+        yield
+
+
+@contextmanager
+def _full(place: Path) -> Iterator[None]:
+    with _mounted(place, "size=1m"):
+        (place / "of others").write_bytes(bytes(MIB))
+        yield
+
+
+@contextmanager
+def _below_the_reserve(place: Path) -> Iterator[None]:
+    with _mounted(place, "size=64m"):
+        (place / "of others").write_bytes(bytes(60 * MIB))  # a tenth is to stay free
+        yield
+
+
+@contextmanager
+def _of_another_user(place: Path) -> Iterator[None]:
+    place.mkdir(mode=0o700)
+    os.chown(place, 65534, 65534)
+    yield
+
+
+@contextmanager
+def _a_file(place: Path) -> Iterator[None]:
+    place.touch()
+    yield
+
+
+@contextmanager
+def _with_errors(place: Path) -> Iterator[None]:
+    with FaultyDisk(place.with_name("backing"), place) as disk, disk.failing("all", "eio"):
+        yield
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], AbstractContextManager[None]], str]] = {
+    "read-only": (_read_only, "Read-only file system"),
+    "full": (_full, "No space left on device"),
+    "below the reserve": (_below_the_reserve, "has no room for it"),
+    "of another user": (_of_another_user, ""),
+    "a file": (_a_file, "Not a directory"),
+    "with errors": (_with_errors, "Input/output error"),
+}
+
+
+@pytest.mark.parametrize(("have", "reason"), UNUSABLE.values(), ids=UNUSABLE)
+def test_a_cache_that_can_not_be_used_is_told_of_by_the_image_its_status_and_the_nodes_health(
+    saved: "Saved", calm: Calm, have: Callable[[Path], AbstractContextManager[None]], reason: str
+) -> None:
+    daemon = Daemon()
+    with have(daemon.cache_directory), daemon:
+        image = daemon.image(saved.url)
+        assert saved.is_whole(image.reader(saved.pages).outcome())
+        assert says_that_the_cache_is_lost(image, reason)
+        problem = image.state()["cache_problem"]
+        warnings = daemon.client.health()["warnings"]
+        assert isinstance(warnings, list)
+        assert f"1 image is served from memory: {problem}" in warnings
+        shown = daemon.streamd("status").result().stdout
+        assert f"  served from memory: {problem}" in shown
+        calm(daemon)
+    shutil.rmtree(daemon.base, ignore_errors=True)
 
 
 @pytest.mark.parametrize(("operation", "answer"), [("write", "eio"), ("all", "hang")])

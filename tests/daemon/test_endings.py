@@ -146,3 +146,23 @@ def test_an_image_whose_mount_somebody_has_detached_is_prepared_anew(hasty: Daem
     assert saved.is_whole(again.reader(saved.pages).outcome())
     assert hasty.tape.of("image-failed") == []
     calm(hasty)
+
+
+def test_the_leases_of_an_image_that_ends_under_them_end_with_it_and_are_told_of_once(
+    hasty: Daemon, saved: "Saved"
+) -> None:
+    for way in ("detached", "by force"):
+        image = hasty.image(saved.url)
+        with hasty.client.lease(image.id, owner="pod/a", purpose="restore"):
+            before = len(hasty.tape.of("image-gone", image=image.id))
+            if way == "detached":
+                subprocess.run(["umount", "--lazy", image.mountpoint], check=True)
+            else:
+                hasty.client.release(image.id, force=True)
+            hasty.tape.until("image-gone", image=image.id, count=before + 1)
+            assert hasty.client.image(image.id)["leases"] == []
+    added, ended = (
+        [event["facts"]["lease"] for event in hasty.tape.of(f"lease-{what}")] for what in ("added", "ended")
+    )
+    assert ended == added
+    assert len(added) == 2

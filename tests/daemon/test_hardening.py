@@ -2,6 +2,7 @@
 
 import ctypes
 import errno
+import fcntl
 import json
 import os
 import platform
@@ -340,17 +341,24 @@ def test_no_other_process_of_the_same_user_is_disturbed_under_it() -> None:
         os.read(read_fd, 1)  # its end: the other has let go of all, also of the pipe that `in_child` reads
         own_limit = resource.getrlimit(resource.RLIMIT_NOFILE)
         process_fd = os.pidfd_open(other)
+        ready, _writer = socket.socketpair()  # whose owner the kernel signals when there is something to read
         attempts: list[Callable[[], object]] = [
             lambda: os.kill(other, signal.SIGSTOP),
             lambda: signal.pidfd_send_signal(process_fd, signal.SIGSTOP),
             lambda: check(_libc.tgkill(other, other, signal.SIGSTOP)),
             lambda: resource.prlimit(other, resource.RLIMIT_NOFILE, (0, 0)),
+            lambda: os.setpriority(os.PRIO_PROCESS, other, 1),
+            lambda: os.sched_setaffinity(other, os.sched_getaffinity(other)),
+            lambda: os.sched_setscheduler(other, os.SCHED_BATCH, os.sched_param(0)),
+            lambda: fcntl.fcntl(ready.fileno(), fcntl.F_SETOWN, other),
+            lambda: fcntl.fcntl(ready.fileno(), fcntl.F_SETSIG, signal.SIGKILL),
         ]
         unhindered = [refused_with(attempt) for attempt in attempts]
         deny_dangerous_calls()
         hindered = [refused_with(attempt) for attempt in attempts]
         signal.signal(signal.SIGUSR1, lambda *_: None)
         signal.raise_signal(signal.SIGUSR1)
+        os.setpriority(os.PRIO_PROCESS, 0, 1)
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == own_limit
         return [unhindered, hindered]
 
@@ -358,7 +366,7 @@ def test_no_other_process_of_the_same_user_is_disturbed_under_it() -> None:
         if answer:
             raise OSError(ctypes.get_errno(), "refused")
 
-    assert in_child(disturbed) == [[0] * 4, [errno.EPERM] * 4]
+    assert in_child(disturbed) == [[0] * 9, [errno.EPERM] * 9]
 
 
 def test_trio_and_its_threads_go_on_under_it() -> None:
@@ -397,9 +405,9 @@ def test_a_call_by_another_architectures_numbers_kills() -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGSYS
 
 
-def run_filter(program: bytes, architecture: int, number: int, argument: int = 0) -> int:
+def run_filter(program: bytes, architecture: int, number: int, argument: int = 0, second: int = 0) -> int:
     """Run a filter as the kernel would, on one system call (seccomp(2): struct seccomp_data)."""
-    data = struct.pack("<IIQQ", number, architecture, 0, argument)
+    data = struct.pack("<IIQQQ", number, architecture, 0, argument, second)
     steps = list(struct.iter_unpack("<HBBI", program))
     accumulator, at = 0, 0
     while True:
@@ -429,16 +437,28 @@ def test_the_program_denies_its_table_and_nothing_else_on_both_machines(
         if not (may_run_programs and name in ("execve", "execveat", "kill"))
     }
     own = {(234, 131)[column]: 7, (302, 261)[column]: 0}
+    arguments = {**own, (41, 198)[column]: socket.AF_UNIX}
     for number in range(600):
         expected = 0x7FFF0000
         if number in denied:
             expected = 0x00050000 | errno.EPERM
         if number == 435:
             expected = 0x00050000 | errno.ENOSYS
-        assert run_filter(program, audit, number, own.get(number, 0)) == expected, number
+        assert run_filter(program, audit, number, arguments.get(number, 0)) == expected, number
     for number, argument in own.items():
         answer = 0x7FFF0000 if may_run_programs else 0x00050000 | errno.EPERM
         assert run_filter(program, audit, number, argument + 1) == answer
+    for family in range(64):
+        is_allowed = family in (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6, socket.AF_NETLINK)
+        answer = 0x7FFF0000 if is_allowed else 0x00050000 | errno.EPERM
+        assert run_filter(program, audit, (41, 198)[column], family) == answer, family
+    for number, refused in (((72, 25)[column], {8, 10, 15}), ((16, 29)[column], {0x8901, 0x8902})):
+        for second in (*range(64), 0x5421, *range(0x8900, 0x8908)):
+            answer = 0x00050000 | errno.EPERM if second in refused else 0x7FFF0000
+            assert run_filter(program, audit, number, 3, second) == answer, (number, second)
+    for which, who in ((0, 0), (0, 7), (1, 0), (2, 0), (2, 1000)):
+        answer = 0x7FFF0000 if (which, who) == (0, 0) else 0x00050000 | errno.EPERM
+        assert run_filter(program, audit, (141, 140)[column], which, who) == answer, (which, who)
     clone = (56, 220)[column]
     assert run_filter(program, audit, clone, 0x003D0F00) == 0x7FFF0000, "the flags of a thread"
     for bit in (17, 25, 26, 27, 28, 29, 30):
@@ -458,3 +478,19 @@ def test_files_are_made_for_us_alone(place: Path) -> None:
         return stat.S_IMODE((place / "new").stat().st_mode)
 
     assert in_child(made) == 0o600
+
+
+def test_the_serving_thread_goes_before_the_threads_and_processes_that_it_starts() -> None:
+    def nices() -> object:
+        usual = os.getpriority(os.PRIO_PROCESS, 0)
+        assert hardening.favour_this_thread()
+        found: list[int] = []
+        thread = threading.Thread(
+            target=lambda: found.append(os.getpriority(os.PRIO_PROCESS, threading.get_native_id()))
+        )
+        thread.start()
+        thread.join()
+        child = int(subprocess.check_output(["nice"]))
+        return [usual, os.getpriority(os.PRIO_PROCESS, 0), *found, child]
+
+    assert in_child(nices) == [0, hardening.SERVING_NICE, 0, 0]

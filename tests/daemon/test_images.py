@@ -1,11 +1,22 @@
 """What follows from what the supervisor knows of an image."""
 
+from pathlib import Path
+
+import pytest
+import trio
+import trio.testing
 from hypothesis import given
 from hypothesis import strategies as st
 
-from streamd.config import Prefetch
+from streamd.config import Config, Prefetch
+from streamd.daemon.adoption import FdKeeper
 from streamd.daemon.api.models import ImageRequest, ImageStateName, Lease
+from streamd.daemon.fd_store import FdStore
 from streamd.daemon.images import DEATHS_MAX, DEATHS_WITHIN_S, Deaths, Image, image_id
+from streamd.daemon.life import Life
+from streamd.daemon.service_manager import NotifyChannel
+from streamd.daemon.spawning import Spawner
+from streamd.daemon.supervisor import FORGET_FAILED_S, Supervisor
 
 GRACE_S = 60.0
 
@@ -164,3 +175,39 @@ def test_openers_that_a_new_worker_has_not_met_yet_are_remembered_for_the_next_a
         image.worker_is_gone()
     assert len(image.known_openers) <= 64
     assert 999 in image.known_openers
+
+
+def test_leases_end_once() -> None:
+    image = make()
+    image.leases["1"] = Lease(id="1", owner="o", purpose="p", since_s=0.0, pid=1)
+    assert image.end_leases() == ["1"]
+    assert (image.end_leases(), image.describe().leases) == ([], [])
+    image.leases["2"] = Lease(id="2", owner="o", purpose="p", since_s=0.0, pid=1)
+    assert image.want_next(ImageRequest(snapshot_url="file:///s/a", request_id="a")) == ["2"]
+
+
+class FailsAtOnce(Life):
+    """Does as a life does whose store says no."""
+
+    async def run(self) -> None:
+        self.image.state = ImageStateName.FAILED
+
+
+@pytest.mark.parametrize("has_served", [False, True])
+async def test_an_image_that_failed_before_it_served_is_forgotten_and_no_fault_of_the_node(
+    has_served: bool, tmp_path: Path, autojump_clock: trio.testing.MockClock
+) -> None:
+    config = Config(run_directory=tmp_path)
+    keeper = FdKeeper(FdStore(NotifyChannel(None)), version="1")
+    supervisor = Supervisor(config, keeper, config_text="")
+    image = make()
+    image.has_served = has_served
+    life = FailsAtOnce(image, config, Spawner(), keeper, lambda *_, **__: None, config_text="")
+    supervisor._images[image.id], supervisor._lives[image.id] = image, life
+    async with trio.open_nursery() as nursery:
+        nursery.start_soon(supervisor._live, image, life)
+        await trio.testing.wait_all_tasks_blocked()
+        assert [shown.id for shown in supervisor.images()] == [image.id]
+        assert bool(supervisor.health().warnings) == has_served
+    assert bool(supervisor.images()) == has_served
+    assert trio.current_time() == (0.0 if has_served else FORGET_FAILED_S)

@@ -14,8 +14,12 @@ import pytest
 
 from bench.daemons import Daemon
 from bench.event_tape import until
-from bench.images import make_image
+from bench.images import make_image, zeros_manifest
 from bench.report import PeakAnonymous, anonymous_bytes
+from streamd.errors import Exit
+from streamd.snapshot.manifest import encode
+from streamd.store.opening import open_store
+from streamd.store.port import Condition
 
 if TYPE_CHECKING:
     from tests.daemon.conftest import Saved
@@ -170,4 +174,39 @@ def test_a_limit_that_the_caps_do_not_fit_in_costs_workers_and_no_reader(large: 
         daemon.tape.until("worker-replaced", image=image.id, count=group.kills())
         assert daemon.client.health()["pid"] == daemon.pid
         assert image.state()["state"] == "serving"
+        calm(daemon)
+
+
+def test_a_few_kb_that_say_millions_of_chunks_are_refused_and_cost_the_others_nothing(
+    saved: "Saved", tmp_path: Path, calm: Calm
+) -> None:
+    """Each takes 86 MB of memory, of which there are 32 MiB beside the caps."""
+    data = encode(zeros_manifest("zeros", 2_000_000))
+    assert len(data) < 16 << 10
+    store = open_store(f"file://{tmp_path}")
+    store.put("zeros/manifest", data, condition=Condition.ABSENT)
+    with Daemon('memory_max_bytes = "32MiB"\n[daemon]\nmemory_max_bytes = "64MiB"') as daemon:
+        reader = daemon.image(saved.slow(8)).reader(saved.pages)
+        image = daemon.request(f"{store.url}/zeros")
+        state = image.until(lambda state: state["state"] == "failed", "a refusal")
+        assert state["last_error"]["exit_code"] == Exit.REFUSED
+        assert "2000000 chunks" in state["last_error"]["message"]
+        assert "daemon.memory_max_bytes" in state["last_error"]["message"]
+        assert saved.is_whole(reader.outcome())
+        calm(daemon)
+
+
+def test_an_image_of_millions_of_chunks_is_served_where_there_is_memory_for_its_tables(
+    tmp_path: Path, calm: Calm
+) -> None:
+    store = open_store(f"file://{tmp_path}")
+    data = encode(zeros_manifest("zeros", 4 << 20, pages=64))  # 1 TiB
+    store.put("zeros/manifest", data, condition=Condition.ABSENT)
+    with Daemon('memory_max_bytes = "32MiB"\n[daemon]\nmemory_max_bytes = "256MiB"') as daemon:
+        image = daemon.image(f"{store.url}/zeros", prefetch="all")
+        assert image.state()["state"] == "serving"
+        small = daemon.request(f"{store.url}/zeros", tenant="two")
+        assert small.until(lambda state: state["state"] == "failed", "a refusal")["last_error"]["exit_code"] == 7
+        image.until_replaced(image.kill_worker())
+        daemon.tape.until("worker-replaced", image=image.id)
         calm(daemon)

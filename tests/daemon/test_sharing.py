@@ -217,3 +217,16 @@ def test_an_image_that_hangs_in_its_preparation_can_be_given_up(
     behind_proxy.client.release(image.id, force=True)
     image.until(lambda state: state["state"] in ("gone", "failed"), "its end", limit_s=20)
     until(lambda: pid not in behind_proxy.process_ids(), "the worker's end")
+
+
+@pytest.mark.parametrize("command", [("umount",), ("umount", "--force"), ("fail",)])
+def test_commands_for_a_mount_of_its_own_leave_an_image_of_the_daemon_and_name_what_is_for_it(
+    daemon: Daemon, saved: "Saved", command: tuple[str, ...]
+) -> None:
+    image = daemon.image(saved.url)
+    with daemon.client.lease(image.id, owner="pod/a", purpose="restore") as lease:
+        refused = daemon.streamd(*command, str(image.mountpoint)).result()
+        assert refused.returncode == Exit.REFUSED
+        assert f"streamd image {'fail' if command == ('fail',) else 'release'} {image.id}" in refused.stderr
+        assert lease.is_held()
+        assert saved.is_whole(image.reader(saved.pages, slots=16).outcome())

@@ -42,8 +42,9 @@ def cached(daemon: Daemon) -> Path:
 
 
 def end(image: ServedImage) -> None:
-    """Release an image and wait until it is gone."""
+    """Release an image, once those who had it open are seen to have closed it, and wait until it is gone."""
     before = len(image.daemon.tape.of("image-gone", image=image.id))
+    image.until(lambda state: not state["openers"], "nobody who has it open")
     image.daemon.client.release(image.id)
     image.daemon.tape.until("image-gone", image=image.id, count=before + 1)
 
@@ -90,6 +91,7 @@ def test_an_image_that_is_whole_is_bound_for_the_next_who_asks_and_nobody_serves
     assert entry.options >= {"ro", "nosuid", "nodev", "noexec"}
     assert entry.root.endswith(f"/images/{cached(daemon).name}/{FILES}")
     assert sorted(os.listdir(image.mountpoint)) == sorted(IMAGE_FILES)
+    until(lambda: record_modes(daemon).count("warm") == 1, "a record of the first holder")
     daemon.send(image.worker_pid(), signal.SIGSTOP)  # the disk answers
     assert is_right(image, small)
     image.until_replaced(image.worker_pid())

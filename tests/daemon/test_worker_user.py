@@ -195,6 +195,7 @@ def test_a_token_file_of_root_alone_is_read_for_a_worker_that_could_not(
     assert rights(image.worker_pid()) == RIGHTS
     helpers = [pid for pid in node.process_ids() if Path(f"/proc/{pid}/comm").read_text() == "streamd-token\n"]
     until(lambda: len([pid for pid in helpers if pid in node.process_ids()]) == 1, "the end of the first one's")
+    image.until(lambda state: not state["openers"], "no opener")
     node.client.release(image.id)
     image.until_unmounted()
     until(lambda: sorted(node.process_ids()) == sorted([node.pid, node.spawner_pid()]), "the end of all others")

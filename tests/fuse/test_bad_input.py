@@ -166,7 +166,7 @@ def test_a_manifest_that_was_crafted_without_a_change_is_served(
 
 
 @pytest.mark.parametrize(
-    ("missing", "exit_code"), [("pack", Exit.DAMAGED), ("manifest", Exit.NOT_FOUND), ("store", Exit.NOT_FOUND)]
+    ("missing", "exit_code"), [("pack", Exit.DAMAGED), ("manifest", Exit.NOT_FOUND), ("store", Exit.UNREACHABLE)]
 )
 def test_what_is_missing_in_the_store_is_said_at_the_mount(
     mounts: Mounts, copied: "Saved", missing: str, exit_code: Exit
@@ -179,5 +179,6 @@ def test_what_is_missing_in_the_store_is_said_at_the_mount(
             (copied.directory / "small" / "manifest").unlink()
         case _:
             copied.directory.rename(f"{copied.directory}-away")
-    code, message = mounts.refused("mount", "--foreground", "--no-cache", copied.url, mounts.mountpoint())
+    options = ["--foreground", "--no-cache", "--store-timeout", "200ms"]
+    code, message = mounts.refused("mount", *options, copied.url, mounts.mountpoint())
     assert code == exit_code, message

@@ -169,7 +169,7 @@ def test_after_kill_9_the_next_mount_cleans_up_and_fetches_nothing_again(
         listed = subprocess.run(["ls", mountpoint], capture_output=True, text=True, timeout=AT_ONCE_S)
         assert "not connected" in listed.stderr
         shown = json.loads(mounts.run("status", "--json").stdout)
-        assert shown == {"mounts": [], "dead_mountpoints": [str(mountpoint)]}
+        assert shown == {"mounts": [], "dead_mountpoints": [str(mountpoint)], "daemon": None}
         with mounts.start(saved.url, mountpoint=mountpoint) as again:
             assert [e.mountpoint for e in mountinfo.read()].count(str(mountpoint)) == 1
             assert saved.is_whole(again.reader(saved.pages).outcome())

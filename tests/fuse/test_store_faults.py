@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from bench.fault_proxy import Action, Cut, Delay, Extra, FaultProxy, Flip, Hang, Rule, Status
-from bench.mounts import LiveMount, Mounts
+from bench.mounts import LIMIT_S, LiveMount, Mounts
 from bench.slot_reader import SLOTS, Outcome
 from streamd.errors import Exit
 from streamd.fuse import mountinfo
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from tests.fuse.conftest import Saved
 
 MIB = 1 << 20
-# Commands that must answer from memory; ten seconds tell a hang.
-AT_ONCE_S = 10
+# Commands that must answer from memory: what hangs does so until the store is back, and that is after them.
+AT_ONCE_S = LIMIT_S
 
 
 def answers_at_once(mounts: Mounts, mount: LiveMount) -> None:
@@ -128,8 +128,8 @@ def test_an_outage_is_waited_for_while_everything_else_answers(
         mount.until_waiting(100)  # the zero blocks are answered without the store
         answers_at_once(mounts, mount)
         if name == "refused":
-            mount.until(lambda status: status["store_failures"].get("transient", 0) >= 3)
-            assert "ConnectionRefused" in mount.status()["last_failure"]
+            # Not at once: what was under way is cut off first, and may be all that has failed so far.
+            mount.until(lambda status: "ConnectionRefused" in (status["last_failure"] or ""))
         assert not reader.is_done()
         proxy.clear()
         proxy.accept()

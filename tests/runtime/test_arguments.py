@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from agent.runtime import arguments
-from agent.runtime.arguments import GlobalOptions
+from agent.runtime.arguments import GlobalOptions, GpuTool
 
 BUNDLE, IMAGE = Path("/b"), Path("/i")
 EVERYTHING = GlobalOptions(
@@ -23,7 +23,12 @@ VECTORS = {
     "start": arguments.start("id"),
     "run": arguments.run("id", BUNDLE, detach=True),
     "checkpoint": arguments.checkpoint(
-        "id", IMAGE, leave_running=True, exclude_committed_zero_pages=True, direct=False
+        "id",
+        IMAGE,
+        leave_running=True,
+        exclude_committed_zero_pages=True,
+        direct=False,
+        gpu_tool=GpuTool("/cuda-checkpoint", sequential=True),
     ),
     "restore": arguments.restore("id", BUNDLE, IMAGE, background=True, direct=True, detach=True),
     "wait": arguments.wait("id"),

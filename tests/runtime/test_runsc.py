@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+import agent.runtime.runsc as runsc_module
 from agent.runtime.arguments import GlobalOptions
 from agent.runtime.bundle import Container, make_rootfs, write_bundle
 from agent.runtime.runsc import NoSuchContainer, Runsc, RunscError, RunscTimeout, Stdio
@@ -78,6 +79,30 @@ def test_deleting_what_is_not_there_is_an_error_unless_forced(fake: Fake) -> Non
     runsc.delete("web", force=True)
     with pytest.raises(NoSuchContainer):
         runsc.delete("web")
+
+
+_ENDING = """
+if [ "$VERB" = state ]; then
+    echo '{"id":"web","status":"stopped","pid":0,"bundle":"/b"}'
+    exit 0
+fi
+echo x >> "$0.tries"
+[ $(wc -l < "$0.tries") -gt TRIES ] && exit 0
+say error 'destroying container: connecting to control server at PID 7: connection refused'
+exit 128
+"""
+
+
+def test_a_container_whose_sandbox_is_ending_by_itself_is_deleted_once_that_has_ended(fake: Fake) -> None:
+    """Of a further container, runsc tells no process that could be waited for."""
+    fake(_ENDING.replace("TRIES", "3")).delete("web", force=True)
+
+
+@pytest.mark.parametrize("force", [True, False])
+def test_a_deletion_that_goes_on_failing_is_an_error(fake: Fake, force: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runsc_module, "_SETTLE_S", 0.3)
+    with pytest.raises(RunscError, match="connection refused"):
+        fake(_ENDING.replace("TRIES", "1000000")).delete("web", force=force)
 
 
 def test_an_id_that_could_be_a_flag_or_a_path_never_reaches_runsc(fake: Fake, tmp_path: Path) -> None:

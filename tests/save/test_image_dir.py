@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from bench.images import checkpoint_img, make_image, pages_meta_img
-from streamd.errors import Exit, StreamdError
+from streamd.errors import Exit, Refused, StreamdError
 from streamd.save.image_dir import check_image_dir, open_image_dir
 
 PAGES_BYTES = 1 << 20
@@ -148,9 +148,11 @@ def test_of_a_good_directory_sizes_names_and_all_memory_files_are_told(directory
     ]
 
 
-def test_a_directory_whose_own_name_is_a_link_is_fine(directory: Path, tmp_path: Path) -> None:
-    (tmp_path / "link").symlink_to(directory)
-    check_image_dir(tmp_path / "link")
+@pytest.mark.parametrize("target", ["image", "nowhere"])
+def test_a_directory_whose_own_name_is_a_link_is_refused(directory: Path, tmp_path: Path, target: str) -> None:
+    (tmp_path / "link").symlink_to(directory if target == "image" else target)
+    with pytest.raises(Refused, match="is a symbolic link; name the directory itself"):
+        check_image_dir(tmp_path / "link")
 
 
 def test_no_descriptor_is_left_open_whatever_happens(directory: Path) -> None:

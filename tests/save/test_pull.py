@@ -54,8 +54,11 @@ def test_an_empty_directory_will_do_and_progress_ends_with_everything(store: Mem
     [
         (lambda path: (path.mkdir(), (path / "x").write_text("")), "not empty"),
         (lambda path: path.write_text(""), "not a directory"),
+        (lambda path: ((path.parent / "elsewhere").mkdir(), path.symlink_to("elsewhere")), "symbolic link"),
+        (lambda path: path.symlink_to("nowhere"), "symbolic link"),
+        (os.mkfifo, "not a directory"),
     ],
-    ids=["a directory that is not empty", "a file"],
+    ids=["a directory that is not empty", "a file", "a link to an empty directory", "a link to nothing", "a FIFO"],
 )
 def test_what_is_in_the_way_is_refused_and_left(
     make: Callable[[Path], object], message: str, store: MemoryStore, tmp_path: Path

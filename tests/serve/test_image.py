@@ -15,7 +15,7 @@ from bench.faults import Cut, Fail, Fault, FaultyStore, Hang
 from streamd.config import FetchConfig
 from streamd.errors import StoreErrorKind
 from streamd.serve.cache_directory import open_cache
-from streamd.serve.handles import Handle, Opener, ReadFailed
+from streamd.serve.handles import BY_OPERATOR, Handle, Opener, ReadFailed
 from streamd.serve.image import ServedImage
 from streamd.serve.order import Want
 from streamd.serve.plan import Layout
@@ -194,8 +194,79 @@ def test_reads_fail_when_the_policy_says_so_and_not_before(saved: Any, kind: Sto
             with pytest.raises(ReadFailed):
                 await read(image, handle, offset, KIB)
             assert trio.current_time() - began_s == pytest.approx(expected_s[COURSES[kind]], abs=0.01)
+            assert seen_of_failures(image) == {kind.value: 1}
             store.remove(fault)
             assert await read(image, handle, offset, KIB) == saved.content[offset : offset + KIB]
+
+    in_virtual_time(test)
+
+
+def seen_of_failures(image: ServedImage) -> dict[str, int]:
+    """Give how many reads failed by each kind, as the status says it."""
+    status = image.status()
+    assert status["failed_reads"] == sum(failures["reads"] for failures in status["failures"].values())
+    assert all(failures["message"] for failures in status["failures"].values())
+    return {kind: failures["reads"] for kind, failures in status["failures"].items()}
+
+
+def test_a_wait_counts_as_a_stall_from_when_it_is_long_whether_it_goes_on_or_ends_badly(saved: Any) -> None:
+    store: FaultyStore = saved.faulty()
+    image: ServedImage = saved.serve(store)
+
+    async def test() -> None:
+        async with running(image) as handle:
+            store.add(Fault(Fail(StoreErrorKind.FORBIDDEN), operation="read", times=None))
+            async with trio.open_nursery() as nursery:
+
+                async def expect_failure() -> None:
+                    with pytest.raises(ReadFailed):
+                        await read(image, handle, first_stored(image), KIB)
+
+                nursery.start_soon(expect_failure)
+                seen = []
+                for sleep_s in (9.0, 2.0, 50.0):  # it begins to count after ten seconds, and fails after sixty
+                    await trio.sleep(sleep_s)
+                    of = image.status()["reads"].values()
+                    seen.append(tuple(sum(counts[name] for counts in of) for name in ("stalled", "waited", "bytes")))
+            assert seen == [(0, 0, 0), (1, 0, 0), (1, 1, 0)]
+            assert max(counts["longest_s"] for counts in of) == pytest.approx(60.0, abs=0.01)
+
+    in_virtual_time(test)
+
+
+def test_reads_that_come_after_their_handle_was_failed_are_counted_as_failed(saved: Any) -> None:
+    image: ServedImage = saved.serve()
+
+    async def test() -> None:
+        async with running(image) as handle:
+            assert image.fail(lambda _: True, "test", kind=BY_OPERATOR) == 1
+            assert seen_of_failures(image) == {}
+            for expected in (1, 2):
+                with pytest.raises(ReadFailed):
+                    await read(image, handle, 0, KIB)
+                assert seen_of_failures(image) == {BY_OPERATOR: expected}
+
+    in_virtual_time(test)
+
+
+@pytest.mark.parametrize("ahead", [False, True], ids=["a read waits", "nobody waits"])
+def test_a_store_that_is_away_is_noticed_and_so_is_its_return(saved: Any, ahead: bool) -> None:
+    store: FaultyStore = saved.faulty()
+    slow = FetchConfig(get_bytes=256 * KIB, max_bytes_per_s=MIB)  # so that there is something left to fetch ahead
+    image: ServedImage = saved.serve(store, ahead=ahead, memory_max_bytes=64 * MIB, fetch=slow)
+
+    async def test() -> None:
+        async with running(image) as handle:
+            fault = store.add(Fault(Fail(StoreErrorKind.TRANSIENT), operation="read", times=None))
+            async with trio.open_nursery() as nursery:
+                if not ahead:
+                    nursery.start_soon(read, image, handle, first_stored(image), KIB)
+                await trio.sleep(100.0)
+                assert image.status()["store_wait_s"] == pytest.approx(100.0, abs=3.0)
+                store.remove(fault)
+                await trio.sleep(10.0)
+            assert image.status()["store_wait_s"] == 0.0
+            assert image.status()["failures"] == {}
 
     in_virtual_time(test)
 
@@ -329,12 +400,26 @@ async def test_reads_of_one_handle_can_be_failed_alone(saved: Any) -> None:
                 nursery.start_soon(expect_failure)
                 nursery.start_soon(expect_bytes)
                 await trio.testing.wait_all_tasks_blocked()
-                assert image.fail(lambda handle: handle is first, "test") == 1
+                assert image.fail(lambda handle: handle is first, "test", kind=BY_OPERATOR) == 1
                 while not failed:
                     await trio.sleep(0.01)
                 store.remove(hang)
         with pytest.raises(ReadFailed):
             await read(image, first, 0, KIB)
+
+
+def test_a_demand_that_no_cap_has_room_for_takes_one_chunk_beyond_it(saved: Any) -> None:
+    image: ServedImage = saved.serve(ahead=False, memory_max_bytes=1 * KIB)
+    largest = max(image._layout.length)
+
+    async def test() -> None:
+        async with running(image) as handle:
+            for offset in range(0, 4 * MIB, 64 * KIB):
+                assert await read(image, handle, offset, 64 * KIB) == saved.content[offset : offset + 64 * KIB]
+            # As it comes and decoded; its neighbours in the pack stay for later.
+            assert image.status()["memory_peak_bytes"] <= 1 * KIB + 2 * largest + 4 * KIB
+
+    in_virtual_time(test)
 
 
 def test_memory_is_given_back_and_the_cap_is_kept(saved: Any) -> None:

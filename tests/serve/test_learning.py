@@ -9,7 +9,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from streamd.serve.classify import MISSING_BYTES_MAX, READ_BYTES, ReadClassifier
-from streamd.serve.learning import APART_BYTES, DOUBT_BYTES, READS_MAX, WINDOW_BYTES, Confidence, Sampler
+from streamd.serve.learning import APART_BYTES, DOUBT_BYTES, READS_MAX, WINDOW_BYTES, Confidence, Sampler, Trust
 from streamd.serve.order import Want
 from streamd.snapshot.trace import Sample
 from tests.serve.test_classify import MIB, PAGE, Loader
@@ -231,16 +231,14 @@ def test_a_trace_of_something_else_is_trusted_for_one_window_only(hot: list[tupl
     assert not confidence.holds
 
 
-def test_a_fault_that_a_trace_does_not_know_raises_doubt_and_those_that_it_knows_dispel_it() -> None:
+def test_a_trace_is_tried_before_it_is_trusted_and_unknown_faults_raise_doubt_that_known_ones_dispel() -> None:
     confidence = Confidence([(0, 64 * MIB)])
-    unknown = list(reads(512 * MIB, 512 * MIB + DOUBT_BYTES + READ_BYTES))
-    for read in unknown[:-1]:
+    trusted = [confidence.trust]
+    for read in (*reads(512 * MIB, 512 * MIB + DOUBT_BYTES + READ_BYTES), (0, READ_BYTES)):
         confidence.note(*read)
-        assert not confidence.is_in_doubt
-    confidence.note(*unknown[-1])
-    assert confidence.is_in_doubt
-    confidence.note(0, READ_BYTES)
-    assert not confidence.is_in_doubt
+        trusted.append(confidence.trust)
+    assert trusted[-2:] == [Trust.IN_DOUBT, Trust.PROVEN]
+    assert set(trusted[:-2]) == {Trust.UNTRIED}
 
 
 def test_a_trace_that_fits_by_more_than_half_is_trusted() -> None:

@@ -1,17 +1,23 @@
 """The cache directory has what it says it has, through restarts, damage, limits and other processes."""
 
+import contextlib
 import errno
 import fcntl
+import itertools
 import json
 import os
 import shutil
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import trio
@@ -21,6 +27,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from bench.faults import FaultyStore
 from streamd.errors import NotFound, Refused
+from streamd.safe_paths import SafeDirectory
 from streamd.serve import node_cache
 from streamd.serve.cache_directory import (
     clear_images,
@@ -32,11 +39,15 @@ from streamd.serve.cache_directory import (
 )
 from streamd.serve.handles import Opener
 from streamd.serve.image import ServedImage
-from streamd.serve.node_cache import CacheUnusable, NodeCache
+from streamd.serve.node_cache import CacheUnusable, NodeCache, lock_image
 from streamd.serve.plan import Layout
+from streamd.serve.sealing import NotSealed, is_sealed, seal
+from streamd.serve.write_behind import WriteBehind
 from streamd.snapshot.names import IMAGE_FILES
 
 MIB = 1 << 20
+# A hang shows as a failure.
+LIMIT_S = 60.0
 
 
 @pytest.fixture
@@ -179,21 +190,71 @@ def test_an_operator_is_not_led_elsewhere_by_a_cache_of_another_user(
     assert [image.key for image in list_images(victim)] == [key]
 
 
-@pytest.mark.parametrize("name", ["images", "pins", "images/KEY"])
+@pytest.mark.parametrize("name", ["images", "images/KEY"])
 def test_a_part_of_a_cache_that_others_may_write_to_is_not_used(
     manifest: bytes, layout: Layout, tmp_path: Path, name: str
 ) -> None:
     cache = open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
     cache.close()
-    pin_image(tmp_path / "c", cache.path.name)
     (tmp_path / "c" / name.replace("KEY", cache.path.name)).chmod(0o777)
     uses: dict[str, Callable[[], object]] = {
         "images": lambda: list_images(tmp_path / "c"),
-        "pins": lambda: list_images(tmp_path / "c"),
         "images/KEY": lambda: open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None),
     }
     with pytest.raises(CacheUnusable, match="writable by nobody else"):
         uses[name]()
+
+
+@pytest.mark.parametrize("use", ["ls", "clear", "verify", "look", "a mount"])
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    # A directory of images is never moved away, but refused by name.
+    [*itertools.product(("pins", "images"), ("fifo", "link", "loop", "file")), ("pins", "everybody's")],
+)
+def test_what_has_the_name_of_a_part_of_the_cache_disables_nothing(
+    manifest: bytes, layout: Layout, tmp_path: Path, name: str, kind: str, use: str
+) -> None:
+    place = tmp_path / "c"
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None)
+    cache.close()
+    freed(cache)
+    if name == "pins":
+        pin_image(place, cache.path.name)
+    shutil.rmtree(place / name)
+    match kind:
+        case "fifo":
+            os.mkfifo(place / name)
+        case "link":
+            (tmp_path / "elsewhere").mkdir(mode=0o777)
+            (tmp_path / "elsewhere").chmod(0o777)
+            (place / name).symlink_to(tmp_path / "elsewhere")
+        case "loop":
+            (place / name).symlink_to(name)
+        case "file":
+            (place / name).write_bytes(bytes(100))
+        case "everybody's":
+            (place / name).mkdir()
+            (place / name).chmod(0o777)
+            (place / name / cache.path.name).touch()
+    images = [cache.path.name] if name == "pins" else []
+    match use:
+        case "ls":
+            found = in_time(lambda: list_images(place))
+            assert [(image.key, image.is_pinned) for image in found] == [(key, False) for key in images]
+        case "clear":
+            removed, left = in_time(lambda: clear_images(place))
+            assert ([image.key for image in removed], left) == (images, [])
+            assert os.listdir(place) == (["images"] if name == "pins" else [])
+        case "verify" | "look":
+            found = in_time(lambda: verify_images(place, repair=use == "verify"))
+            assert [(image.key, image.bad_chunks) for image in found] == [(key, ()) for key in images]
+            assert os.path.lexists(place / name) == (use == "look")
+        case "a mount":
+            again = in_time(lambda: open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None))
+            again.close()
+            freed(again)
+            pin_image(place, again.path.name)
+            assert sorted(os.listdir(place)) == ["images", "pins"]
 
 
 def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_path: Path) -> None:
@@ -204,10 +265,154 @@ def test_a_planted_symlink_is_not_followed(manifest: bytes, layout: Layout, tmp_
     for name in ("files/pages.img", "resident", "lock"):
         (cache.path / name).unlink()
         (cache.path / name).symlink_to(victim)
-        with pytest.raises(CacheUnusable):
-            open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None)
-        (cache.path / name).unlink()
+        open_cache(tmp_path / "c", manifest, layout, source="s", owner="a", max_bytes=None).close()
+        assert not (cache.path / name).is_symlink()
     assert victim.read_text() == "precious"
+
+
+# Every name of an image in the cache, and itself.
+NAMES = ["", "head", "manifest", "resident", "promised", "sealed", "sealed.new", "lock", "files"]
+NAMES += [f"files/{name}" for name in IMAGE_FILES]
+
+
+def put_in_the_place(path: Path, kind: str, secret: Path) -> None:
+    """Do to one path of a cache what a worker that was broken into could; the secret is a copy of what was there."""
+    if path.exists():
+        if path.is_dir():
+            shutil.copytree(path, secret)
+        else:
+            shutil.copy(path, secret)
+        path.rename(secret.with_name("gone"))  # to where its owner, who has it open, goes on with it
+    else:
+        secret.write_text("secret")
+    match kind:
+        case "fifo":
+            os.mkfifo(path)
+        case "link":
+            path.symlink_to(secret)
+        case "directory":
+            path.mkdir(mode=0o700)
+            (path / "x").mkdir()
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as made:
+                made.bind(str(secret.with_name("socket")))  # a socket's own path must be short
+            secret.with_name("socket").rename(path)
+
+
+def facts(path: Path) -> dict[Path, tuple[int, int, int, bytes]]:
+    """What reading or changing a tree would change (a directory is read by whoever lists it)."""
+    found = {}
+    for one in sorted([path, *path.rglob("*")]):
+        info = one.stat()
+        content = b"" if one.is_dir() else one.read_bytes()
+        atime_ns = 0 if one.is_dir() else info.st_atime_ns
+        found[one] = (info.st_mode, atime_ns, info.st_mtime_ns, content)
+    return found
+
+
+def in_time(call: Callable[[], object]) -> Any:
+    """Make a call that takes milliseconds, unless it waits for somebody who never comes."""
+    results: list[Any] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(call())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert not thread.is_alive(), "it hangs"
+    if errors:
+        raise errors[0]
+    return results[0]
+
+
+@pytest.fixture
+def short() -> Iterator[Path]:
+    """A directory whose paths are short enough for a socket's name."""
+    with tempfile.TemporaryDirectory(dir="/tmp", prefix="c") as name:
+        yield Path(name)
+
+
+@pytest.mark.parametrize("use", ["ls", "verify", "look", "clear", "another image", "the image", "seal"])
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "socket"])
+@pytest.mark.parametrize("name", NAMES)
+def test_what_is_put_in_the_place_of_a_file_costs_its_image_alone(
+    manifest: bytes, layout: Layout, short: Path, saved: Any, name: str, kind: str, use: str
+) -> None:
+    place, secret = short / "c", short / "secret"
+
+    def opened(source: str) -> NodeCache:
+        return open_cache(place, manifest, layout, source=source, owner="a", max_bytes=None)
+
+    opened("other").close()
+    (other,) = keys(place)
+    cache = opened("s")
+    if use != "seal":
+        cache.close()
+    put_in_the_place(cache.path / name, kind, secret)
+    for one in (secret, *secret.rglob("*")):
+        os.utime(one, (1, 2))  # older than the last change, so that a file system with relatime tells of a read
+    before = facts(secret)
+    for one in (secret, *secret.rglob("*")):
+        os.utime(one, (1, 2))
+    match use:
+        case "ls":
+            assert other in {image.key for image in in_time(lambda: list_images(place))}
+        case "verify" | "look":
+            found = {one.key: one for one in in_time(lambda: verify_images(place, repair=use == "verify"))}
+            assert found[other].bad_chunks == ()
+            if name:
+                assert found[cache.path.name].bad_chunks
+                assert os.path.lexists(cache.path) == (use == "look")
+        case "clear":
+            assert {image.key for image in in_time(lambda: clear_images(place))[0]} >= {other}
+            assert not (name and os.path.lexists(cache.path))
+        case "another image":
+            in_time(lambda: opened("third")).close()
+            in_time(lambda: opened("other")).close()
+        case "the image":
+            again = in_time(lambda: opened("s"))
+            again.write(chunk_bytes(layout, 3), layout.start[3])
+            again.confirm([3])
+            again.close()
+        case "seal":
+            chunks = [chunk for chunk in range(len(layout)) if not layout.is_zero(chunk)]
+            files = saved.pinned.manifest.files
+            cache.confirm(chunks)  # that they are wrong is found when they are read back
+            with contextlib.suppress(NotSealed, CacheUnusable, OSError):
+                in_time(lambda: seal(cache, files, layout))
+            assert not in_time(lambda: is_sealed(cache, files))
+            with contextlib.suppress(OSError):
+                in_time(cache.promise)
+            cache.close()
+    assert facts(secret) == before
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "directory", "socket"])
+@pytest.mark.parametrize("name", ["pins", "pins/KEY", "trash-0"])
+def test_what_is_put_beside_the_images_holds_nobody_up(
+    manifest: bytes, layout: Layout, short: Path, name: str, kind: str
+) -> None:
+    place, secret = short / "c", short / "secret"
+    cache = open_cache(place, manifest, layout, source="s", owner="a", max_bytes=None)
+    cache.close()
+    if name != "pins":
+        (place / "pins").mkdir(mode=0o700)
+    put_in_the_place(place / name.replace("KEY", cache.path.name), kind, secret)
+    os.utime(secret, (1, 1))
+    with contextlib.suppress(CacheUnusable):
+        in_time(lambda: pin_image(place, cache.path.name))
+    assert (secret.read_text(), secret.stat().st_mtime) == ("secret", 1)
+    again = in_time(lambda: open_cache(place, manifest, layout, source="t", owner="a", max_bytes=None))
+    again.close()
+    freed(again)
+    with contextlib.suppress(CacheUnusable):  # by the name of what is in the way
+        in_time(lambda: clear_images(place))
+    assert (secret.read_text(), secret.stat().st_mtime) == ("secret", 1)
 
 
 def plant(
@@ -337,6 +542,130 @@ def test_the_reserve_of_a_disk_bounds_what_an_image_gets_and_what_is_written(
     assert cache.room_bytes == stored_bytes(layout)
     cache.check_reserve()
     cache.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """Mount a disk of 16 MiB, and take it away again."""
+    place = tmp_path / "disk"
+    place.mkdir(mode=0o700)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m,mode=0700", "tmpfs", place], check=True)
+    yield place
+    subprocess.run(["umount", "--lazy", place], check=True)
+
+
+def fill(place: Path, *, free_bytes: int = 0) -> None:
+    """Have others take what is free of a disk, but so much."""
+    disk = os.statvfs(place)
+    with open(place / "of others", "ab") as file:
+        file.write(bytes(disk.f_bavail * disk.f_frsize - free_bytes))
+
+
+def test_what_a_full_disk_did_not_let_begin_is_no_damage_and_takes_no_room(
+    manifest: bytes, layout: Layout, small_disk: Path
+) -> None:
+    failed = 0
+    for free_bytes in range(0, 256 << 10, 4 << 10):  # it ends at each step on the way
+        (small_disk / "of others").unlink(missing_ok=True)
+        clear_images(small_disk)
+        fill(small_disk, free_bytes=free_bytes)
+        try:
+            open_cache(small_disk, manifest, layout, source="s", owner="a", max_bytes=1 << 40, reserve_bytes=0).close()
+        except CacheUnusable:
+            failed += 1
+            if not verify_images(small_disk, repair=False):  # it wasn't even begun: the owner's name may be there
+                assert sum(image.disk_bytes for image in list_images(small_disk)) <= 4 << 10
+        for repair in (False, True):
+            assert [image.bad_chunks for image in verify_images(small_disk, repair=repair)] in ([], [()])
+    assert 0 < failed < 64
+    assert [image.bad_chunks for image in verify_images(small_disk)] == [()]  # the last one was begun
+
+
+def test_an_image_that_was_never_begun_is_no_damage(tmp_path: Path) -> None:
+    for content in (None, "", "{", "[]"):
+        path = plant(tmp_path, "half made")
+        (path / "head").unlink()
+        if content is not None:
+            (path / "head").write_text(content)
+        assert verify_images(tmp_path, repair=False) == []
+        assert keys(tmp_path) == {"half made"}
+        assert verify_images(tmp_path) == []
+        assert keys(tmp_path) == set()
+
+
+def test_an_idle_image_leaves_a_full_disk_for_one_that_begins(
+    manifest: bytes, layout: Layout, small_disk: Path
+) -> None:
+    plant(small_disk, "idle", size=8 * MIB)
+    fill(small_disk)
+    cache = open_cache(small_disk, manifest, layout, source="s", owner="a", max_bytes=1 << 40, reserve_bytes=0)
+    assert keys(small_disk) == {cache.path.name}
+    assert cache.room_bytes == stored_bytes(layout)
+    cache.close()
+
+
+@pytest.mark.parametrize("other", ["idle", "pinned", "recent", "in use"])
+@pytest.mark.parametrize("reserve_bytes", [0, MIB], ids=["no reserve", "a reserve"])
+def test_idle_images_leave_a_disk_that_others_have_filled_and_what_must_stay_stays(
+    saved: Any, manifest: bytes, layout: Layout, small_disk: Path, other: str, reserve_bytes: int
+) -> None:
+    path = plant(small_disk, "0" * 64, size=8 * MIB, used_s=time.time() if other == "recent" else 1)
+    if other == "pinned":
+        pin_image(small_disk, path.name)
+    with ExitStack() as stack:
+        if other == "in use":
+            lock = stack.enter_context((path / "lock").open("r+"))
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        cache = open_cache(
+            small_disk, manifest, layout, source="s", owner="a", max_bytes=1 << 40, reserve_bytes=reserve_bytes
+        )
+        fill(small_disk)
+        image = saved.serve(cache=cache, inline=False)
+        assert serve_everything(saved, image) == saved.content
+        assert keys(small_disk) == {cache.path.name} | (set() if other == "idle" else {path.name})
+        assert (image.stats.cache_failure is None) == (other == "idle")
+        assert image.stats.cache_written_bytes == (image.stats.fetched_bytes if other == "idle" else 0)
+    [found] = [image for image in verify_images(small_disk) if image.key == cache.path.name]
+    assert found.bad_chunks == ()
+
+
+class FullDisk:
+    """A cache whose disk is full now and then, and gets room whenever that is asked for."""
+
+    def __init__(self, full_at: Sequence[int]) -> None:
+        self._full_at = full_at
+        self._writes = 0
+        self.asked = 0
+
+    def check_reserve(self) -> None:
+        """Find enough."""
+
+    def write(self, data: bytes, offset: int) -> None:
+        """Fail when its turn has come."""
+        self._writes += 1
+        if self._writes - 1 in self._full_at:
+            raise OSError(errno.ENOSPC, "full")
+
+    def confirm(self, chunks: Sequence[int]) -> None:
+        """Confirm all."""
+
+    def make_room(self) -> bool:
+        """Have something leave."""
+        self.asked += 1
+        return True
+
+
+@pytest.mark.parametrize(("full_at", "written"), [((), 4), ((2,), 4), ((0, 1), 0), ((2, 4), 3)])
+def test_others_leave_a_full_disk_once_and_then_caching_ends(full_at: Sequence[int], written: int) -> None:
+    disk = FullDisk(full_at)
+    told: list[tuple[list[int], OSError | None]] = []
+    writer = WriteBehind(cast(NodeCache, disk), lambda chunks, error: told.append((list(chunks), error)))
+    for chunk in range(4):
+        assert writer.offer(chunk, b"x", chunk)
+    writer.finish(LIMIT_S)
+    assert sum(len(chunks) for chunks, error in told if error is None) == written
+    assert [error.errno for _, error in told if error is not None] == ([] if written == 4 else [errno.ENOSPC])
+    assert disk.asked == bool(full_at)
 
 
 def test_an_image_is_used_when_a_mount_begins_and_when_it_lets_go(saved: Any, make_cache: Any, tmp_path: Path) -> None:
@@ -614,3 +943,13 @@ def test_a_directory_behaves_as_a_dictionary_of_chunks(manifest: bytes, layout: 
     from hypothesis.stateful import run_state_machine_as_test
 
     run_state_machine_as_test(CacheMachine, settings=settings(max_examples=25, deadline=None, stateful_step_count=30))
+
+
+def test_who_finds_an_image_locked_is_told_what_else_can_be_done(tmp_path: Path) -> None:
+    with SafeDirectory.open(tmp_path) as directory:
+        fd = lock_image(tmp_path, directory.fd, "a daemon's image")
+        try:
+            with pytest.raises(Refused, match=r"by a daemon's image; mount it with --no-cache.*streamd image"):
+                lock_image(tmp_path, directory.fd, "m")
+        finally:
+            os.close(fd)

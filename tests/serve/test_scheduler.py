@@ -14,6 +14,7 @@ from streamd.errors import StoreError, StoreErrorKind
 from streamd.serve import fetch as fetching
 from streamd.serve.gets import Progress
 from streamd.serve.handles import PendingRead
+from streamd.serve.learning import Trust
 from streamd.serve.limit import START_BYTES
 from streamd.serve.memory import Accountant
 from streamd.serve.order import Want
@@ -359,22 +360,56 @@ def test_a_read_that_joined_the_learned_order_is_answered_when_that_is_given_up(
     in_virtual_time(test)
 
 
-@pytest.mark.parametrize("is_in_doubt", [False, True])
-def test_what_the_stream_waits_for_comes_before_an_order_that_is_in_doubt(saved: Any, is_in_doubt: bool) -> None:
+@pytest.mark.parametrize(
+    ("trust", "expected"),
+    [
+        (Trust.UNTRIED, ["stream", "hot", "stream"]),
+        (Trust.PROVEN, ["hot", "hot", "hot"]),
+        (Trust.IN_DOUBT, ["stream", "stream"]),
+    ],
+)
+def test_the_learned_order_goes_before_the_stream_as_far_as_it_is_trusted(
+    saved: Any, trust: Trust, expected: list[str]
+) -> None:
     async def test() -> None:
         bench = Bench(saved, ahead=False, memory_bytes=64 * MIB, foresees=True)
         async with trio.open_nursery() as nursery:
             await nursery.start(bench.scheduler.run)
+            bench.scheduler.trust_hot(trust)
             bench.want_hot(0, 120)
             await trio.testing.wait_all_tasks_blocked()
-            bench.want(bench.stored[150], Want.STREAM)
-            bench.scheduler.doubt_hot(is_in_doubt)
+            for chunk in (130, 150):  # apart, so that one GET doesn't bring both
+                bench.want(bench.stored[chunk], Want.STREAM)
             under_way = list(bench.calls)
-            under_way[0].finish()
-            await settle()
+            begun: list[str] = []
+            while len(begun) < len(expected):
+                bench.calls[0].finish()
+                await trio.sleep(0.5)
+                begun += [
+                    "stream" if c.plan.frames[0].chunk >= 120 else "hot" for c in bench.calls if c not in under_way
+                ]
+                under_way = list(bench.calls)
+            assert begun[: len(expected)] == expected
+            nursery.cancel_scope.cancel()
+
+    in_virtual_time(test)
+
+
+def test_a_chunk_that_comes_right_before_everything_stands_still_reaches_its_reader(saved: Any) -> None:
+    async def test() -> None:
+        bench = Bench(saved, ahead=False, memory_bytes=64 * MIB)
+        async with trio.open_nursery() as nursery:
+            await nursery.start(bench.scheduler.run)
+            reads = [bench.want(chunk, Want.STREAM) for chunk in bench.stored[:2]]
             await trio.testing.wait_all_tasks_blocked()
-            begun = [call.plan.frames[0].chunk for call in bench.calls if call not in under_way]
-            assert (bench.stored[150] in begun[:1]) == is_in_doubt
+            (call,) = bench.calls
+            call.deliver_next()  # taken at once
+            await trio.testing.wait_all_tasks_blocked()
+            call.deliver_next()  # kept for the next one, which doesn't come
+            await trio.testing.wait_all_tasks_blocked()
+            assert bench.over == {reads[0]}
+            await trio.sleep(0.2)
+            assert bench.over == set(reads)
             nursery.cancel_scope.cancel()
 
     in_virtual_time(test)

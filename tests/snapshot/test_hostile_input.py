@@ -10,10 +10,11 @@ import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bench.images import zeros_manifest
 from streamd.errors import Damaged, StreamdError
 from streamd.snapshot import Buffer, envelope, strict_json
 from streamd.snapshot.frames import Decoder
-from streamd.snapshot.manifest import Manifest, decode, encode
+from streamd.snapshot.manifest import Manifest, TablesTooLarge, decode, encode, tables_bytes
 from streamd.snapshot.pages_meta import decode_pages_meta
 from streamd.snapshot.statefile import decode_head
 from streamd.snapshot.tombstone import decode_tombstone
@@ -78,6 +79,33 @@ def test_numbers_that_claim_much_cost_nothing(
             with suppress(StreamdError):
                 decoder(data)
     assert peak_bytes() < 4 << 20
+
+
+def test_a_few_kb_that_say_millions_of_chunks_are_refused_before_they_are_tables(
+    peak_bytes: Callable[[], int],
+) -> None:
+    data = encode(zeros_manifest("zeros", 1_000_000))
+    assert len(data) < 16 << 10
+    needed_bytes = tables_bytes(chunks=1_000_000, ranges=1)
+    tracemalloc.reset_peak()
+    before_bytes = peak_bytes()
+    with pytest.raises(TablesTooLarge, match="1000000 chunks and 1 page ranges take 41 MB") as caught:
+        decode(data, tables_max_bytes=needed_bytes - 1)
+    assert (caught.value.needed_bytes, caught.value.max_bytes) == (needed_bytes, needed_bytes - 1)
+    assert peak_bytes() - before_bytes < 1 << 20
+
+
+def test_tables_take_what_is_said_and_half_as_much_again_while_they_are_checked(
+    peak_bytes: Callable[[], int],
+) -> None:
+    data = encode(zeros_manifest("zeros", 1_000_000))
+    needed_bytes = tables_bytes(chunks=1_000_000, ranges=1)
+    tracemalloc.reset_peak()
+    before_bytes = tracemalloc.get_traced_memory()[0]
+    manifest = decode(data, tables_max_bytes=needed_bytes)
+    assert tracemalloc.get_traced_memory()[0] - before_bytes < 1.13 * needed_bytes  # it grew by an eighth at a time
+    assert peak_bytes() - before_bytes < 1.7 * needed_bytes
+    assert len(manifest.table) == 1_000_000
 
 
 def test_a_bomb_is_not_blown_up(

@@ -1,6 +1,7 @@
 """Manifests: what is written is read, the same way for ever, and nothing else is taken for one."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -12,8 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from streamd.errors import Damaged, Refused
+from streamd.snapshot.chunks import check_chunks
 from streamd.snapshot.manifest import (
     ChunkTable,
+    Codec,
     GvisorInfo,
     ImageFile,
     Manifest,
@@ -92,7 +95,9 @@ def manifests(draw: st.DrawFn) -> Manifest:
             runsc_sha256=draw(st.none() | st.from_regex(r"[0-9a-f]{64}", fullmatch=True)),
             cpu_features=draw(st.none() | st.lists(texts, max_size=3).map(tuple)),
         ),
-        metadata=draw(st.dictionaries(texts, st.text(st.characters(exclude_characters="\0")), max_size=3)),
+        metadata=draw(
+            st.dictionaries(texts, st.text(st.characters(codec="utf-8", exclude_characters="\0")), max_size=3)
+        ),
         optional=tuple(draw(st.lists(texts, max_size=2))),
     )
 
@@ -224,3 +229,33 @@ def test_page_ranges_are_a_sequence_like_a_tuple() -> None:
     assert ranges[1:] == rows[1:]
     assert ranges != rows[1:]
     assert MemoryFile(False, rows).committed_bytes == sum(row.end - row.start for row in rows)
+
+
+frames = st.lists(st.tuples(st.integers(0, 1), st.integers(0, 12), st.integers(0, 3)), min_size=1, max_size=8)
+
+
+@given(frames=frames)
+@settings(max_examples=300)
+def test_frames_that_share_a_byte_are_refused_and_no_others_in_whatever_order(
+    frames: list[tuple[int, int, int]],
+) -> None:
+    """A frame is its pack, its offset and its bytes; one of no bytes is a zero chunk."""
+    taken = [(pack, byte) for pack, offset, size in frames for byte in range(offset, offset + size)]
+    stored = np.array([size > 0 for _, _, size in frames])
+    table = ChunkTable(
+        length=np.full(len(frames), PAGE, np.uint32),
+        codec=np.where(stored, Codec.ZSTD, Codec.ZERO).astype(np.uint8),
+        pack=np.array([pack if size else 0 for pack, _, size in frames], np.uint32),
+        offset=np.array([offset if size else 0 for _, offset, size in frames], np.uint32),
+        frame_bytes=np.array([size for _, _, size in frames], np.uint32),
+        digest=np.zeros((len(frames), 16), np.uint8),
+    )
+    may_be_refused = pytest.raises(Damaged, match="overlap") if len(set(taken)) < len(taken) else nullcontext()
+    with may_be_refused:
+        check_chunks(
+            table,
+            file_sizes=[PAGE * len(frames)],
+            file_chunk_counts=[len(frames)],
+            chunk_bytes=PAGE,
+            pack_sizes=[99, 99],
+        )

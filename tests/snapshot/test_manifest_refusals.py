@@ -86,7 +86,7 @@ def cut_in_its_checksum(frame: bytes) -> bytes:
 # id: (what is changed in the example, what the message must say)
 DAMAGED: dict[str, tuple[Change, str]] = {
     # the frame
-    "another magic": (attribute("magic", b"PODSNAPX"), "starts with"),
+    "another magic": (attribute("magic", b"PODSNAPX"), "does not start with"),
     "head longer than what is there": (attribute("sizes", (2**32 - 1, 10, 10)), "head"),
     "bytes between body and SHA-256": (attribute("after", b"x"), "body"),
     "body claims 4 GiB": (attribute("raw_bytes", 2**32 - 1), "body"),

@@ -62,6 +62,43 @@ def test_a_missing_directory_is_gone_when_all_of_it_is_listed_and_made_by_the_fi
     assert [info.key for info in store.list("")] == ["k"]
 
 
+def _nothing(root: Path) -> None:
+    """Leave the directory missing."""
+
+
+AWAY: dict[str, Callable[[Path], object]] = {"missing": _nothing, "not mounted": Path.mkdir, "a file": Path.touch}
+
+
+@pytest.mark.parametrize("make", AWAY.values(), ids=AWAY)
+def test_a_store_that_was_used_and_is_not_there_is_away_and_nothing_is_put_in_its_place(
+    root: Path, make: Callable[[Path], object]
+) -> None:
+    make(root)
+    store = DirectoryStore(str(root), is_used=True)
+    calls: list[Callable[[], object]] = [
+        lambda: list(store.list("")),
+        lambda: list(store.list("id/")),
+        lambda: store.head("id/manifest"),
+        lambda: list(store.read("id/manifest", generation="1-1-1", start=0, end=1)),
+        lambda: store.put("id/lease/1", b"", condition=Condition.ANY),
+        lambda: store.delete("id/manifest", generation="1-1-1"),
+        store.now_s,
+    ]
+    for call in calls:
+        error = refused(call)
+        assert (error.store_kind, error.exit_code) == (StoreErrorKind.TRANSIENT, Exit.UNREACHABLE)
+        assert f"there is no store at {root}" in str(error)
+    assert not root.is_dir() or not any(root.iterdir())
+
+
+def test_what_is_not_in_a_store_that_is_there_is_gone(root: Path, store: DirectoryStore) -> None:
+    info = store.put("k", b"", condition=Condition.ABSENT)
+    store.delete("k", generation=info.generation)
+    used = DirectoryStore(str(root), is_used=True)
+    assert list(used.list("")) == list(used.list("id/")) == []
+    assert refused(lambda: used.head("id/manifest")).store_kind is StoreErrorKind.GONE
+
+
 def test_deleting_the_last_object_removes_the_directories_that_held_it(store: DirectoryStore, root: Path) -> None:
     one = store.put("id/packs/p/0", b"", condition=Condition.ABSENT)
     store.put("id/manifest", b"", condition=Condition.ABSENT)

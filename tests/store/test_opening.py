@@ -118,3 +118,13 @@ def test_the_emulators_variable_is_honoured_with_and_without_a_scheme(
     assert list(store.list("")) == [info]
     assert b"".join(store.read("k", generation=info.generation, start=1, end=3)) == b"bc"
     store.close()
+
+
+@pytest.mark.parametrize(
+    "url", ["file:///a b/x", "file:///a\nb/x", "file:///\u3000/x", "gs://bucket/\u00fc/x", " file:///a/x"]
+)
+def test_an_address_is_visible_ascii_and_the_rest_is_percent_encoded(url: str) -> None:
+    for ask in (open_store, split_snapshot_url):
+        with pytest.raises(BadURL, match="percent-encode"):
+            ask(url)
+    assert open_store("file:///a%20b").url == "file:///a%20b"

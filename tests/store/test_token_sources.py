@@ -150,6 +150,25 @@ def test_a_file_of_another_user_is_refused(write: Callable[..., FileToken]) -> N
     assert "belongs to another user" in str(refused(source))
 
 
+def test_a_file_in_whose_place_others_can_put_another_is_refused_as_soon_as_they_can(
+    write: Callable[..., FileToken], tmp_path: Path
+) -> None:
+    source = write(TOKEN)
+    assert source.fetch().value == TOKEN
+    tmp_path.chmod(0o777)
+    assert f"{tmp_path} is writable by everybody" in str(refused(source))
+
+
+def test_a_file_of_a_volume_of_kubernetes_is_believed(tmp_path: Path) -> None:
+    """Its directory is everybody's, and sticky; `..data` is a symlink that is replaced whenever the token is."""
+    tmp_path.chmod(0o1777)
+    (tmp_path / "..2026").mkdir(mode=0o755)
+    (tmp_path / "..data").symlink_to("..2026")
+    (tmp_path / "..data" / "token").touch(mode=0o600)
+    (tmp_path / "..data" / "token").write_text(TOKEN)
+    assert FileToken(f"{tmp_path}/..data/token").fetch().value == TOKEN
+
+
 def test_what_is_not_a_file_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     (tmp_path / "real").write_text(TOKEN)
     (tmp_path / "link").symlink_to(tmp_path / "real")
@@ -322,6 +341,10 @@ def test_a_program_that_others_can_change_is_not_run(script: Callable[..., str])
     os.chmod(path, 0o700)
     os.chown(path, 65534, 65534)
     with pytest.raises(CommandFailed, match="changed by other users"):
+        run_command([path], output_bytes_max=100)
+    os.chown(path, 0, 0)
+    os.chmod(Path(path).parent, 0o777)
+    with pytest.raises(CommandFailed, match=r"changed by other users: .* is writable by everybody"):
         run_command([path], output_bytes_max=100)
     with pytest.raises(CommandFailed, match="is not a program"):
         run_command(["/tmp"], output_bytes_max=100)

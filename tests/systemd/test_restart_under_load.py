@@ -232,9 +232,10 @@ class Node:
         self.client.release(loading.image_id)
 
     def mounts(self) -> list[MountEntry]:
-        """Give our mounts as the machine's PID 1 sees them."""
+        """Give our mounts as the machine's PID 1 sees them; what else is mounted here when it was started is none."""
         table = self.machine.run("cat", "/proc/1/mountinfo").splitlines(keepends=True)
-        return [entry for entry in mountinfo.parse(table) if mounting.is_own(entry)]
+        below = f"{self.machine.place}/"
+        return [e for e in mountinfo.parse(table) if mounting.is_own(e) and e.mountpoint.startswith(below)]
 
     def log(self) -> str:
         """Give the end of what the daemon and its readers wrote."""

@@ -14,6 +14,7 @@ from streamd.daemon.fd_store import FD_STORE_MAX, NAME_MAX_CHARACTERS, NAMES_MAX
 
 _SYSTEMD = Path(__file__).resolve().parents[2] / "systemd"
 _UNIT = _SYSTEMD / "streamd.service"
+_AGENT_UNIT = _SYSTEMD / "snapagent.service"
 # What is reached, of 10 (less is better). Root, CAP_SYS_ADMIN and the host's mount namespace cost what is left.
 _EXPOSURE = 5.5
 
@@ -73,6 +74,15 @@ def test_systemd_understands_every_line(installed: Path, with_example: bool) -> 
     assert (done.returncode, done.stdout + done.stderr) == (0, "")
 
 
+def test_systemd_understands_every_line_of_the_agents_unit(installed: Path) -> None:
+    shutil.copy(_AGENT_UNIT, installed)
+    drop_in = installed / "snapagent.service.d"
+    drop_in.mkdir()
+    shutil.copy(installed / "streamd.service.d" / "20-path.conf", drop_in)
+    done = _run("systemd-analyze", "verify", "--man=no", str(installed / "snapagent.service"))
+    assert (done.returncode, done.stdout + done.stderr) == (0, "")
+
+
 def test_the_examples_settings_exist(installed: Path) -> None:
     """With the comments taken away, only what a later systemd brings is unknown to this one."""
     example = (_SYSTEMD / "streamd.service.d" / "10-example.conf").read_text()
@@ -95,7 +105,7 @@ def test_the_exposure_is_what_was_reached(installed: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "file", [_UNIT, _SYSTEMD / "streamd.service.d" / "10-example.conf"], ids=lambda path: path.name
+    "file", [_UNIT, _AGENT_UNIT, _SYSTEMD / "streamd.service.d" / "10-example.conf"], ids=lambda path: path.name
 )
 def test_no_setting_makes_a_mount_namespace(file: Path) -> None:
     settings = {name.lstrip("#") for name in re.findall(r"^#?([A-Z][A-Za-z]+)=", file.read_text(), re.MULTILINE)}

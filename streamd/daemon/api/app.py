@@ -111,7 +111,7 @@ class _Api:
     # Images
 
     async def request_image(self, request: Request) -> Response:
-        """Give the request's image; from the first look to the last note nothing is awaited."""
+        """Give the request's image, which is noted in the step in which it is given."""
         _only(request)
         asked = await _body(request, models.ImageRequest, needed=True)
         known = self._requests.image_of(asked)
@@ -120,7 +120,8 @@ class _Api:
                 return _json(self._node.image(known))
             except NotFound as error:
                 raise Ended(f"image {known} of request {asked.request_id} has ended") from error
-        image = self._node.request_image(asked)
+        image = await self._bounded(partial(self._node.request_image, asked))
+        self._requests.image_of(asked)  # another one of this id may have been answered meanwhile
         self._requests.note(asked, image.id)
         return _json(image)
 

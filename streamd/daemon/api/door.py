@@ -23,6 +23,7 @@ log = structlog.get_logger(__name__)
 
 _METHODS = ("GET", "HEAD", "POST", "PUT", "DELETE", "OPTIONS", "PATCH", "TRACE", "QUERY")
 _NO_ROUTE = "none"
+_LENGTHS = {b"content-length", b"transfer-encoding"}
 
 
 class Door:
@@ -81,6 +82,12 @@ class Door:
         if reading.cancelled_caught:
             too_slow = f"the request's body did not come within {self._limits.body_wait_s:g} s"
             await self._turn_away(scope, send, RequestProblem("too-slow", too_slow))
+            return
+        if {name.lower() for name, _ in scope["headers"]} >= _LENGTHS:
+            # The chunks were taken for the body. Who is in between may take the length (RFC 9112, 6.1): what follows is
+            # then the body's rest to one, and a request to the other. All else that is said twice h11 refuses or joins.
+            both = RequestProblem("bad-request", "a body has a content-length or a transfer-encoding, not both")
+            await problems.response(both, {"connection": "close"})(scope, receive, send)
             return
         whole: list[Message] = [{"type": "http.request", "body": bytes(body), "more_body": False}]
 

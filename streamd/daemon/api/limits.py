@@ -12,6 +12,8 @@ class Limits:
     """
 
     connections: int = 128  # the next one gets 503 and is closed
+    # Of one process, which is so told: the agent may hold a lease for each pod, and others still get through.
+    connections_a_process: int = 120
     streams: int = 112  # of them, leases and events: the next one gets 503
     idle_s: float = 10.0  # a connection without a whole request head is closed
     body_bytes: int = 16 << 10  # 413

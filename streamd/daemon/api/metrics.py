@@ -33,6 +33,8 @@ LEASES = ("streamd_image_leases", "Leases held.")
 OPENERS = ("streamd_image_openers", "Files that are open.")
 RESTARTS = ("streamd_image_worker_restarts", "How often the worker was replaced.")
 STALLS = ("streamd_image_stalls", "Reads that waited for longer than policy.event_after_s.")
+FAILED_READS = ("streamd_image_failed_reads", "Reads that were answered with an I/O error.")
+STORE_AWAY = ("streamd_image_store_away", "1 while nothing comes of what the store is asked for.")
 FAULTS = ("streamd_image_fault_waits", "Reads of stopped threads that had to wait.")
 FAULT_P50 = ("streamd_image_fault_wait_p50_seconds", "Median of these waits.")
 FAULT_P99 = ("streamd_image_fault_wait_p99_seconds", "99th percentile of these waits.")
@@ -120,6 +122,7 @@ def _of_images(images: Sequence[ImageState]) -> Iterator[Metric]:
         (FETCH_SHARE, lambda image: image.fetch_max_bytes_per_s),
         (LEASES, lambda image: len(image.leases)),
         (OPENERS, lambda image: len(image.openers)),
+        (STORE_AWAY, lambda image: image.store_away is not None),
         (FAULT_P50, lambda image: image.fault_waits.p50_ms / 1000),
         (FAULT_P99, lambda image: image.fault_waits.p99_ms / 1000),
         (GAP_P50, lambda image: image.release_gaps.p50_ms / 1000),
@@ -128,6 +131,7 @@ def _of_images(images: Sequence[ImageState]) -> Iterator[Metric]:
     counters: tuple[tuple[tuple[str, str], Callable[[ImageState], float]], ...] = (
         (RESTARTS, lambda image: image.restarts),
         (STALLS, lambda image: image.stalls),
+        (FAILED_READS, lambda image: image.failed_reads),
         (FAULTS, lambda image: image.fault_waits.count),
     )
     for kind, metrics in ((GaugeMetricFamily, gauges), (CounterMetricFamily, counters)):

@@ -194,8 +194,15 @@ class ErrorFacts(_Answer, frozen=True, kw_only=True):
     at_s: float
 
 
+class StoreAway(_Answer, frozen=True, kw_only=True):
+    """Nothing comes of what the store is asked for: since when (Unix time), and its last answer."""
+
+    since_s: float
+    reason: str
+
+
 class ImageState(_Answer, frozen=True, kw_only=True):
-    """One image of this node. `fault_waits`, `stalls` and `bytes_by_tier` are sums over its life, restarts included.
+    """One image of this node. `fault_waits`, `stalls`, `failed_reads` and `bytes_by_tier` are sums over its life.
 
     `fetch_max_bytes_per_s` is what its worker may take from the store now (0: no bound): its share of the node's limit.
     """
@@ -217,10 +224,12 @@ class ImageState(_Answer, frozen=True, kw_only=True):
     fault_waits: FaultWaits = FaultWaits()
     release_gaps: ReleaseGaps = ReleaseGaps()
     stalls: int = 0
+    failed_reads: int = 0
     fetch_max_bytes_per_s: int = 0
     bytes_by_tier: dict[str, int] = field(default_factory=dict)
     last_error: ErrorFacts | None = None
     cache_problem: str | None = None
+    store_away: StoreAway | None = None
 
 
 class ImageList(_Answer, frozen=True, kw_only=True):

@@ -71,7 +71,7 @@ OPERATIONS = (
         models.ImageState,
         body=models.ImageRequest,
         body_needed=True,
-        problems=(400, 403, 404, 409, 410, 413, 415, 422, 503),
+        problems=(400, 403, 404, 409, 410, 413, 415, 422, 503, 504),
     ),
     Operation("list_images", "GET", "/v1/images", "All images of this node, oldest first", models.ImageList),
     Operation(

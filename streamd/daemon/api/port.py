@@ -68,12 +68,13 @@ class Node(Protocol):
         """Whether new images are refused."""
         ...
 
-    def request_image(self, request: ImageRequest) -> ImageState:
+    async def request_image(self, request: ImageRequest) -> ImageState:
         """Give the image of this snapshot and tenant, and begin to prepare it when there is none, or a failed one.
 
         Two requests for the same snapshot and tenant get the same image, whatever else differs: the first one's
-        credentials and prefetch stay. Request ids are not its business. Raises: `Draining` when a new one would be
-        made; what can be seen at once to be wrong.
+        credentials and prefetch stay. Other credentials are proven before it is given. Request ids are not its
+        business. Raises: `Draining` when a new one would be made; what can be seen at once to be wrong; why other
+        credentials may not read the snapshot.
         """
         ...
 

@@ -8,9 +8,10 @@ may take to read. So its part for one connection is used without the rest: `TCPS
 import logging
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, cast
 
 import structlog
@@ -48,6 +49,10 @@ class Allowed:
         return peer.uid in self.uids or peer.gid in self.gids
 
 
+async def _never() -> socket.socket:
+    await trio.sleep_forever()
+
+
 async def serve(
     listener: socket.socket,
     app: ASGIApp,
@@ -55,22 +60,30 @@ async def serve(
     *,
     limits: Limits,
     allowed: Allowed,
+    renewed: Callable[[], Awaitable[socket.socket]] = _never,
     task_status: trio.TaskStatus[None] = trio.TASK_STATUS_IGNORED,
 ) -> None:
     """Answer clients until cancelled; then every connection is cut. The listener stays open, and the caller's.
 
-    Nothing that a client does ends this.
+    `renewed` gives the listener that takes the last one's place, once there is one; connections stay. Nothing that a
+    client does ends this.
     """
     server = _Server(app, counts, limits, allowed)
-    # A duplicate, because Trio closes what it serves.
-    listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener.dup()))
     async with trio.open_nursery() as nursery:
-        await nursery.start(trio.serve_listeners, server.handle, [listening])
-        task_status.started()
         try:
-            await trio.sleep_forever()
+            while True:
+                # A duplicate, because Trio closes what it serves.
+                listening = trio.SocketListener(trio.socket.from_stdlib_socket(listener.dup()))
+                async with trio.open_nursery() as accepting:
+                    accept = partial(trio.serve_listeners, server.handle, [listening], handler_nursery=nursery)
+                    await accepting.start(accept)
+                    task_status.started()
+                    task_status = trio.TASK_STATUS_IGNORED
+                    listener = await renewed()
+                    accepting.cancel_scope.cancel()
         finally:
             server.cut_all()
+            nursery.cancel_scope.cancel()
 
 
 class _Server:
@@ -98,6 +111,9 @@ class _Server:
         elif len(self._connections) >= self._limits.connections:
             busy = f"{self._limits.connections} connections are the most at once; try again later"
             await self._turn_away(connection, "limit", RequestProblem("busy", busy))
+        elif self._connections_of(connection.peer) >= self._limits.connections_a_process:
+            busy = f"{self._limits.connections_a_process} connections are the most of one process"
+            await self._turn_away(connection, "limit", RequestProblem("busy", busy))
         else:
             with self._listed(connection), connection.scope:
                 async with trio.open_nursery() as nursery:
@@ -106,6 +122,9 @@ class _Server:
                     # It calls what `Connection` has, and looks for `do_handshake` to find out that there is no TLS.
                     await TCPServer(self._app, self._config, self._context, cast(Any, state), cast(Any, connection))
                     nursery.cancel_scope.cancel()
+
+    def _connections_of(self, peer: Peer) -> int:
+        return sum(connection.peer.pid == peer.pid for connection in self._connections)
 
     @contextmanager
     def _listed(self, connection: Connection) -> Iterator[None]:

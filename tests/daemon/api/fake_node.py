@@ -44,7 +44,11 @@ class FakeNode:
     failed: list[models.FailRequest] = field(default_factory=list)
     leases_taken: int = 0
 
-    def request_image(self, request: ImageRequest) -> ImageState:
+    async def request_image(self, request: ImageRequest) -> ImageState:
+        await self._maybe_hang()
+        return self.begin(request)
+
+    def begin(self, request: ImageRequest) -> ImageState:
         self._maybe_raise()
         for image in self.known.values():
             if (image.snapshot_url, image.tenant) == (request.snapshot_url, request.tenant):
@@ -138,7 +142,7 @@ class FakeNode:
 
     def add(self, snapshot_url: str = URL, **fields: object) -> ImageState:
         """Have an image as if it had been asked for a while ago."""
-        return self.change(self.request_image(ImageRequest(snapshot_url=snapshot_url, request_id="added")).id, **fields)
+        return self.change(self.begin(ImageRequest(snapshot_url=snapshot_url, request_id="added")).id, **fields)
 
     def change(self, image_id: str, **fields: object) -> ImageState:
         image = replace(self.known[image_id], **fields)

@@ -15,7 +15,7 @@ from schemathesis.checks import negative_data_rejection
 from schemathesis.core.result import Ok
 
 from streamd.daemon.api import openapi
-from streamd.daemon.api.models import ErrorFacts, ImageRequest, ImageState, ImageStateName, Lease, Opener
+from streamd.daemon.api.models import ErrorFacts, ImageRequest, ImageState, ImageStateName, Lease, Opener, StoreAway
 from tests.daemon.api.fake_node import LIMIT_S, URL, FakeNode, Running
 
 ONE = f"{1:032x}"
@@ -54,7 +54,7 @@ class _SteadyNode(FakeNode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.request_image(ImageRequest(snapshot_url=URL, request_id="first"))
+        self.begin(ImageRequest(snapshot_url=URL, request_id="first"))
         self._one = replace(
             self.known[ONE],
             state=ImageStateName.SERVING,
@@ -63,6 +63,7 @@ class _SteadyNode(FakeNode):
             openers=[Opener(handle=3, file="pages.img", pid=17, command="runsc")],
             bytes_by_tier={"store": 5, "disk": 7},
             last_error=ErrorFacts(kind="unreachable", message="no answer", exit_code=6, at_s=2.5),
+            store_away=StoreAway(since_s=2.0, reason="no answer"),
         )
         self.known = {ONE: self._one}
 

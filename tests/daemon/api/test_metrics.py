@@ -6,7 +6,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from streamd.daemon.api import metrics
-from streamd.daemon.api.models import FaultWaits, ImageStateName, Lease, Progress, ReleaseGaps
+from streamd.daemon.api.models import FaultWaits, ImageStateName, Lease, Progress, ReleaseGaps, StoreAway
 from tests.daemon.api.fake_node import URL, InProcess
 
 ONE = f"{1:032x}"
@@ -37,6 +37,8 @@ async def test_an_images_sums_are_told_with_what_names_it(api: InProcess) -> Non
         release_gaps=ReleaseGaps(p50_ms=2.5, p99_ms=10.0),
         restarts=2,
         stalls=1,
+        failed_reads=9,
+        store_away=StoreAway(since_s=1.0, reason="r"),
         fetch_max_bytes_per_s=500,
         bytes_by_tier={"store": 5, "disk": 7},
         leases=[Lease(id="l", owner="o", purpose="p", since_s=1.0, pid=1)],
@@ -50,6 +52,8 @@ async def test_an_images_sums_are_told_with_what_names_it(api: InProcess) -> Non
         "streamd_image_openers": 0,
         "streamd_image_worker_restarts": 2,
         "streamd_image_stalls": 1,
+        "streamd_image_failed_reads": 9,
+        "streamd_image_store_away": 1,
         "streamd_image_fault_waits": 4,
         "streamd_image_fault_wait_p50_seconds": 0.0015,
         "streamd_image_fault_wait_p99_seconds": 0.25,

@@ -43,10 +43,12 @@ async def test_an_image_is_asked_for_and_described(api: InProcess) -> None:
         "fault_waits": {"count": 0, "p50_ms": 0.0, "p99_ms": 0.0},
         "release_gaps": {"p50_ms": 0.0, "p99_ms": 0.0},
         "stalls": 0,
+        "failed_reads": 0,
         "fetch_max_bytes_per_s": 0,
         "bytes_by_tier": {},
         "last_error": None,
         "cache_problem": None,
+        "store_away": None,
     }
     assert (await api.ask("GET", f"/v1/images/{ONE}")).json == answer.json
     assert (await api.ask("GET", "/v1/images")).json == {"images": [answer.json]}

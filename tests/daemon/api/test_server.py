@@ -125,8 +125,9 @@ def test_another_user_is_refused_even_where_the_socket_is_open_to_it(run: Run) -
     assert running.counts.requests == {("GET", "/v1/health", "200"): 1}
 
 
-def test_so_many_connections_are_served_and_the_next_is_told(running: Running) -> None:
-    most = running.limits.connections
+def test_so_many_connections_are_served_and_the_next_is_told(run: Run) -> None:
+    most = Limits().connections
+    running = run(Limits(connections_a_process=most + 1))
     with ExitStack() as stack:
         held = [stack.enter_context(connected(running)) for _ in range(most)]
         for connection in held:
@@ -141,6 +142,43 @@ def test_so_many_connections_are_served_and_the_next_is_told(running: Running) -
         running.wait_for(lambda: running.counts.connections < most)
         assert answered(stack.enter_context(connected(running)), HEALTH).startswith(b"HTTP/1.1 200")
     running.wait_for(lambda: is_idle(running))
+
+
+def test_one_process_leaves_connections_to_the_others(run: Run) -> None:
+    running = run(Limits(connections=4, connections_a_process=3))
+    with ExitStack() as stack:
+        for _ in range(3):
+            assert answered(stack.enter_context(connected(running)), HEALTH).startswith(b"HTTP/1.1 200")
+        with connected(running) as one_more:
+            assert b"the most of one process" in received(one_more)
+        assert b"HTTP/1.1 200" in _ask_as(os.geteuid(), os.getegid(), running.path)
+        assert running.counts.refused == {"limit": 1}
+    running.wait_for(lambda: is_idle(running))
+    with connected(running) as again:
+        assert answered(again, HEALTH).startswith(b"HTTP/1.1 200")
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: 2\r\ncontent-length: 2\r\n",
+        b"content-length: 2, 2\r\n",
+        b"content-length:\r\n 2\r\n",
+        b"transfer-encoding:\r\n chunked\r\n",
+    ],
+    ids=["a length twice", "a length in a list", "a length on the next line", "chunks on the next line"],
+)
+def test_what_is_said_twice_or_on_two_lines_is_one_body_and_what_follows_the_next_request(
+    running: Running, head: bytes
+) -> None:
+    """As RFC 9110 (8.6) and 9112 (5.2) allow; no byte of a body is ever taken for a request, or the reverse."""
+    body = b"0\r\n\r\n" if b"chunked" in head else b"{}"
+    with connected(running) as client:
+        client.sendall(b"GET /v1/health HTTP/1.1\r\nhost: s\r\n" + head + b"\r\n" + body + HEALTH)
+        data = b""
+        while data.count(b'"version":"test"') < 2:
+            data += client.recv(1 << 16)
+        assert data.count(b"HTTP/1.1 ") == data.count(b"HTTP/1.1 200") == 2
 
 
 def test_who_sends_a_head_slowly_is_cut_off_and_holds_nobody_up(run: Run) -> None:
@@ -211,6 +249,17 @@ ODD_REQUESTS = {
         b"POST /v1/drain HTTP/1.1\r\nhost: s\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n",
         b"HTTP/1.1 400",
     ),
+    # What a proxy and this server could take for two things (RFC 9112): refused, or read as that says it must be.
+    "a length and chunks": (
+        b"POST /v1/drain HTTP/1.1\r\nhost: s\r\ncontent-length: 3\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n"
+        + HEALTH,
+        b"HTTP/1.1 400",
+    ),
+    "a list of codings": (b"POST / HTTP/1.1\r\nhost: s\r\ntransfer-encoding: x, chunked\r\n\r\n", b"HTTP/1.1 501"),
+    "a folded length": (b"POST / HTTP/1.1\r\nhost: s\r\ncontent-length: 1\r\n 0\r\n\r\n", b"HTTP/1.1 400"),
+    "a space before a colon": (b"POST / HTTP/1.1\r\nhost: s\r\ncontent-length : 1\r\n\r\n", b"HTTP/1.1 400"),
+    "a carriage return alone": (b"GET / HTTP/1.1\r\nhost: s\r\nx: a\rcontent-length: 1\r\n\r\n", b"HTTP/1.1 400"),
+    "lines of carriage returns alone": (b"GET /v1/health HTTP/1.1\rhost: s\r\r", b""),
     "HTTP/1.0": (b"GET /v1/health HTTP/1.0\r\n\r\n", b"HTTP/1.1 200"),
     "another server's address": (
         b"GET http://example.org/v1/health HTTP/1.1\r\nhost: s\r\nconnection: close\r\n\r\n",
@@ -237,7 +286,9 @@ def test_an_odd_request_ends_its_own_connection_and_nothing_else(run: Run, case:
     with connected(running) as odd:
         with suppress(BrokenPipeError):
             odd.sendall(request)
-        assert received(odd).startswith(beginning)
+        answer = received(odd)
+        assert answer.startswith(beginning)
+        assert answer.count(b"HTTP/1.1 200") <= 1
     with connected(running) as other:
         assert answered(other, HEALTH).startswith(b"HTTP/1.1 200")
     running.wait_for(lambda: is_idle(running))
