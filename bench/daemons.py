@@ -349,9 +349,7 @@ class Daemon:
         if self._process is not None:
             self._process.kill()  # before its workers: it would replace them
             self._process.wait(LIMIT_S)
-        for entry in list(self._mounts()):
-            if mounting.is_own(entry):
-                mounting.abort(entry.mountpoint, entry.device)
+        self._take_mounts_away()
 
         def is_over() -> bool:
             left = self.process_ids()
@@ -360,9 +358,18 @@ class Daemon:
             return not left
 
         until(is_over, "the end of all processes")
+        self._take_mounts_away()  # what they mounted in their last moments
         if self.manager is not None:
             self.manager.close()
         for child in self._children:
             child.end()
         self.tape.join()
+        left = [entry.mountpoint for entry in self._mounts()]
         shutil.rmtree(self.base, ignore_errors=True)
+        assert not left, f"still mounted: {left}"
+
+    def _take_mounts_away(self) -> None:
+        """Free whoever waits for them; of two on one mountpoint the upper one goes first."""
+        for entry in reversed(list(self._mounts())):
+            if mounting.is_own(entry):
+                mounting.abort(entry.mountpoint, entry.device)
