@@ -5,9 +5,9 @@
         plane.request("GET", "/api/v1/namespaces")             # as the administrator
         plane.kubeconfig_for(plane.service_account_token("podsnapshot-system", "podsnapshot-agent"))
 
-The four programs are one binary, built once from `bench/kubetest` (Go 1.26 or newer; 8 to 15 minutes on two cores, then
-kept in ~/.cache/podsnap by the hash of what it is made of). Everything listens on the loopback interface, keeps its data
-in one directory below /tmp and is killed in the end. There is no kubelet: whoever needs one plays its part.
+The four programs are one binary, built once from `bench/kubetest` (Go 1.26 or newer; 8 to 15 minutes on two cores),
+then kept in ~/.cache/podsnap by the hash of what it is made of. Everything listens on the loopback interface, keeps its
+data in one directory below /tmp and is killed in the end. There is no kubelet: whoever needs one plays its part.
 
 `stop_server` and `start_server` are an outage; a server that was started again answers 410 to watches from before.
 """
