@@ -364,7 +364,7 @@ class Daemon:
         for child in self._children:
             child.end()
         self.tape.join()
-        left = [entry.mountpoint for entry in self._mounts()]
+        left = [entry.mountpoint for entry in self._mounts() if mounting.is_own(entry)]
         shutil.rmtree(self.base, ignore_errors=True)
         assert not left, f"still mounted: {left}"
 
