@@ -7,6 +7,8 @@ owner yet, and again from the first step of its clean-up on.
 import signal
 from types import FrameType
 
+from streamd.lost_interrupts import tell_again
+
 _ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -19,6 +21,7 @@ class Interrupts:
         self.terminated = False
         for number in _ENDING:
             signal.signal(number, self._on_signal)
+        tell_again()
 
     def _on_signal(self, number: int, _frame: FrameType | None) -> None:
         self.terminated |= number != signal.SIGINT

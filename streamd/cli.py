@@ -20,6 +20,7 @@ from streamd.commands.output import print_json_error, printable
 from streamd.config import LOG_LEVELS
 from streamd.daemon.relay import error_record, single_error
 from streamd.errors import Exit, StreamdError
+from streamd.lost_interrupts import tell_again
 
 # Name → (module, what `streamd --help` says of it: so that help imports no command).
 COMMANDS = {
@@ -161,6 +162,7 @@ def run(arguments: Sequence[str]) -> Exit:
 def main() -> None:
     """Run the command line of this process."""
     signal.signal(signal.SIGTERM, _terminate)
+    tell_again()
     code = run(sys.argv[1:])
     if code in (Exit.INTERRUPTED, Exit.TERMINATED):
         # Under -m, a Ctrl-C within an import's exec (dataclasses) makes CPython die of SIGINT at its end, though it was

@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -218,6 +219,32 @@ def test_a_command_that_sigterm_ends_says_so(streamd: "Streamd", snapshot: str, 
         stdout, stderr = process.communicate(timeout=120)
     assert (process.returncode, stdout) == (Exit.TERMINATED, "")
     assert stderr.endswith("error: interrupted\n")
+
+
+_LOST = """
+import os, signal, sys, time, weakref
+from {module} import cli
+
+class Thing:
+    pass
+
+def at_work(*_, **__):
+    thing = Thing()
+    gone = weakref.ref(thing, lambda _: os.kill(os.getpid(), signal.SIGTERM))
+    del thing
+    time.sleep(60)
+
+cli.cli.main = at_work
+cli.main()
+"""
+
+
+@pytest.mark.parametrize("module", ["streamd", "agent"])
+def test_a_signal_that_comes_where_nothing_can_be_raised_ends_the_command_all_the_same(module: str) -> None:
+    line = [sys.executable, "-c", _LOST.format(module=module)]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=50, check=False)
+    assert done.returncode == Exit.TERMINATED, done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def until(condition: Callable[[], bool]) -> None:
