@@ -2,6 +2,7 @@
 
 import dataclasses
 import importlib
+import importlib.metadata
 import sys
 import types
 import typing
@@ -36,11 +37,12 @@ class FieldOfPod:
 
 
 def pod_type() -> type:
-    """Give the class of a Pod. The models want a base class from the client that they belong to, which isn't here."""
-    if "lightkube.core.schema" not in sys.modules:
-        core, schema = types.ModuleType("lightkube.core"), types.ModuleType("lightkube.core.schema")
-        vars(schema).update(DictMixin=object, dataclass=dataclasses.dataclass, field=dataclasses.field)
-        sys.modules |= {core.__name__: core, schema.__name__: schema}
+    """Give the class of a Pod. The models want the client that they belong to, which isn't here (or isn't wanted)."""
+    package = types.ModuleType("lightkube")
+    package.__path__ = [str(importlib.metadata.distribution("lightkube-models").locate_file("lightkube"))]
+    core, schema = types.ModuleType("lightkube.core"), types.ModuleType("lightkube.core.schema")
+    vars(schema).update(DictMixin=object, dataclass=dataclasses.dataclass, field=dataclasses.field)
+    sys.modules |= {module.__name__: module for module in (package, core, schema)}
     pod = importlib.import_module("lightkube.models.core_v1").Pod
     assert isinstance(pod, type)
     return pod
